@@ -1,5 +1,6 @@
 """The Hopfield energy against NumPy, its descent under every reference and memory, and what it refuses."""
 
+import re
 import warnings
 from itertools import cycle
 
@@ -8,7 +9,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from scipy.special import logsumexp
+from scipy.spatial.distance import cdist
+from scipy.special import logsumexp, softmax
 from tests.energy.cases import F64, MEMORIES, REFERENCES, attend, draw, hopfield_energy
 from tests.support.rows import every_row, one_in, some_slow
 from torch import Tensor
@@ -25,17 +27,48 @@ EPS = torch.finfo(F64).eps
 # --- patterns that overlap -------------------------------------------------------------------------------------------
 
 
-def test_the_scale_that_is_named_is_enough():
-    patterns = torch.nn.functional.normalize(draw(9, 12), dim=-1)
-    products = (patterns @ patterns.mT).numpy()
-    separation = np.diag(products) - np.where(np.eye(9) > 0, -np.inf, products).max(1)
-    needed = np.log(8) / separation.min()
-    blurred = int((0.9 * needed * separation < np.log(8)).sum())
-    with pytest.warns(OverlapWarning, match=rf"{blurred} of 9 patterns overlap .* above {needed:.3g} would be enough"):
-        HopfieldEnergy.create(patterns, scale=0.9 * needed)
+MAKE = {"by product": HopfieldEnergy.create, "by distance": HopfieldEnergy.euclidean}
+
+
+def _named_scale(make, patterns, scale):
+    with pytest.warns(OverlapWarning, match="overlap too much to be retrieved surely") as told:
+        make(patterns, scale=scale)
+    return float(re.search("a scale of ([^ ]+) is enough", str(told[0].message))[1])
+
+
+@pytest.mark.parametrize("make", MAKE.values(), ids=MAKE)
+@given(
+    number=st.integers(2, 40), size=st.integers(2, 12), unit=st.sampled_from([1e-3, 1.0, 16.0]), seed=st.integers(0, 99)
+)
+def test_at_the_scale_that_is_named_descent_stays_at_every_pattern(make, number, size, unit, seed):
+    """Steps written out here: from each pattern they end nearer to it than to any other, and nothing is warned of."""
+    patterns = torch.nn.functional.normalize(draw(number, size, seed=seed), dim=-1) * unit
+    scale = _named_scale(make, patterns, 1e-3 / unit**2)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        HopfieldEnergy.create(patterns, scale=1.001 * needed)
+        make(patterns, scale=scale)
+        make(patterns.to(torch.float32), scale=1.01 * scale)
+    states = patterns.numpy()
+    for _ in range(200):
+        states = softmax(scale * states @ patterns.numpy().T, -1) @ patterns.numpy()
+    assert cdist(states, patterns.numpy()).argmin(-1).tolist() == list(range(number))
+
+
+def test_patterns_that_merge_are_warned_of():
+    """Two patterns r apart have a state of their own each if and only if scale·r²/4 > 1; others weigh little long before."""
+    patterns = torch.tensor([[1.0, 0.0], [-1.0, 0.0]]).double()  # r = 2
+    for make in MAKE.values():
+        assert _named_scale(make, patterns, 0.99) >= 1
+        assert make(patterns, scale=0.99).retrieve(patterns[0], max_steps=10_000).state[0] < 0.1
+
+
+def test_by_distance_the_scale_has_the_unit_of_one_over_patterns_squared():
+    patterns = draw(9, 12)
+    first, second = (_named_scale(HopfieldEnergy.euclidean, unit * patterns, 1e-6) for unit in (1.0, 16.0))
+    assert first == pytest.approx(256 * second, rel=0.02)  # each is rounded up to three digits
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        HopfieldEnergy.euclidean(patterns, torch.zeros(9).double(), scale=1e-6)  # log-weights are the user's own rule
 
 
 def test_patterns_that_no_scale_retrieves():
@@ -54,7 +87,7 @@ def test_patterns_that_no_scale_retrieves():
 
 
 def test_patterns_that_are_stored_twice_still_overlap_with_others():
-    """The first two differ in one of 64 signs, which at scale ½ is a separation of 2·½ below log 19."""
+    """The first two differ in one of 64 signs: at scale ½ a step from one weighs the other by e^-1, and e^-½ at half way."""
     patterns = torch.sign(draw(10, 64))
     patterns[1] = patterns[0]
     patterns[1, 0] *= -1

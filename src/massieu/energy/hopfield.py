@@ -1,6 +1,5 @@
 """The Hopfield energy of any memory: its descent map is attention over what is stored."""
 
-import math
 import warnings
 from typing import Any, Self
 
@@ -75,9 +74,9 @@ class HopfieldEnergy(Energy):
                 each head does. Gradients flow to it.
 
         Warns:
-            OverlapWarning: patterns overlap too much to be retrieved at this scale: (N − 1)·exp(−scale·Δ) ≥ 1, with Δ the
-                separation of `massieu.energy.bounds`. Tried for tensors of patterns on the CPU that do not train, under the
-                identity, if N²·d is at most 2³⁰.
+            OverlapWarning: it is not sure that descent from a pattern stays near it at this scale. The message names a scale
+                at which it does, within half the separation Δ of `massieu.energy.bounds` over the distance to another one.
+                Tried for tensors of patterns on the CPU that do not train, under the identity, if N²·d is at most 2³⁰.
 
         Raises:
             ValueError: no pattern, a NaN, a scale that is not positive or does not broadcast, a reference on another space.
@@ -117,7 +116,10 @@ class HopfieldEnergy(Energy):
         Args:
             patterns: Best about their mean: the squares' rounding grows with the distance to the origin.
             log_weight: log w; −∞ hides a pattern. By default all weigh the same.
-            scale: As for `create`.
+            scale: As for `create`. It has the unit of 1/patterns²: dividing patterns by 16 asks for 256 times the scale.
+
+        Warns:
+            OverlapWarning: as `create`, where all weigh the same.
 
         Raises:
             TypeError, ValueError: as `create`.
@@ -131,11 +133,10 @@ class HopfieldEnergy(Energy):
             [3.0, 1.0]
         """
         atoms = Atoms.create(floating("patterns", patterns), log_weight)
-        square = promoted(atoms.points).square().sum(-1)
         scale = checked_scale(atoms, scale)
-        # −½β‖x − x_n‖² = β x·x_n − ½β‖x_n‖² − ½β‖x‖²: the pattern's part of the square becomes a log-weight.
-        log_weight = atoms.log_weight - 0.5 * scale.unsqueeze(-1) * square
-        return cls.create(Atoms.create(atoms.points, log_weight), scale=scale)
+        if log_weight is None:
+            _warn_of_overlap(atoms.points, scale, by_distance=True)
+        return cls.create(by_distance(atoms, scale), scale=scale)
 
     @property
     def batch_shape(self) -> torch.Size:
@@ -189,6 +190,13 @@ class HopfieldEnergy(Energy):
         return torch.where(unmasked.any(-1), largest, 0.0)
 
 
+def by_distance(atoms: Atoms, scale: Float[Tensor, "*batch"]) -> Atoms:
+    """The patterns as a memory that retrieves by distance, of weights w_n exp(−scale·‖x_n‖²/2)."""
+    # −½β‖x − x_n‖² = β x·x_n − ½β‖x_n‖² − ½β‖x‖²: the pattern's part of the square becomes a log-weight.
+    square = promoted(atoms.points).square().sum(-1)
+    return Atoms.create(atoms.points, atoms.log_weight - 0.5 * scale.unsqueeze(-1) * square)
+
+
 def checked_scale(memory: Potential, scale: Tensor | float | None) -> Float[Tensor, "*batch"]:
     """The inverse temperature of a memory, d^-½ by default, positive and finite, expanded to its batch; or an error."""
     if scale is None:
@@ -200,8 +208,15 @@ def checked_scale(memory: Potential, scale: Tensor | float | None) -> Float[Tens
     return expanded("scale", positive("scale", scale), memory.batch_shape, "the memory's batch")
 
 
-def _warn_of_overlap(patterns: Float[Tensor, "*batch N d"], scale: Float[Tensor, "*batch"]) -> None:
-    """Warn if a pattern is not sure to be retrieved, where that can be known at little cost; see `HopfieldEnergy.create`."""
+def _warn_of_overlap(
+    patterns: Float[Tensor, "*batch N d"], scale: Float[Tensor, "*batch"], *, by_distance: bool = False
+) -> None:
+    """Warn if a pattern is not sure to be retrieved, where that can be known at little cost; see `HopfieldEnergy.create`.
+
+    The separation Δ_ij of pattern i from j is x_i·x_i − x_i·x_j; `by_distance`, half the square of their distance r_ij. Within
+    ρ of x_i, the weight of j is at most exp(−scale·(Δ_ij − r_ij·ρ)), and a step ends within Σ_j r_ij times that of x_i. So a
+    ball keeps its states if that sum is at most ρ. Tried with ρ = min_j Δ_ij/(2r_ij), where no exponent is below half its Δ.
+    """
     number, size = patterns.shape[-2:]
     is_cheap = patterns.device.type == "cpu" and patterns.numel() * number <= MOST_PRODUCTS
     if number < 2 or not size or not is_cheap or in_functorch() or not values_are_readable(patterns, scale):
@@ -210,15 +225,18 @@ def _warn_of_overlap(patterns: Float[Tensor, "*batch N d"], scale: Float[Tensor,
         return
     points = promoted(patterns)
     products = points @ points.mT
-    own = products.diagonal(0, -2, -1)
+    own = products.diagonal(0, -2, -1).unsqueeze(-1)
     # Equal patterns are one up to rounding: retrieving either retrieves the other.
     rounding = 4 * size * torch.finfo(points.dtype).eps * own.abs().amax()
-    is_equal = own.unsqueeze(-1) + own.unsqueeze(-2) - 2 * products <= 4 * rounding
-    others = products.masked_fill(is_equal, -torch.inf).amax(-1)
-    separation = own - others
+    square = own + own.mT - 2 * products
+    is_equal = square <= 4 * rounding
+    distance = square.clamp(min=0).sqrt().masked_fill(is_equal, 0)
+    separations = (square / 2 if by_distance else own - products).masked_fill(is_equal, torch.inf)
+    separation = separations.amin(-1)
     is_covered = separation <= rounding
-    needed = math.log(number - 1)
-    is_blurred = scale.unsqueeze(-1) * separation < needed
+    radius = (separations / (2 * distance)).amin(-1)
+    exponent = scale[..., None, None] * (separations - distance * radius.unsqueeze(-1))
+    is_blurred = (distance * torch.exp(-exponent)).masked_fill(is_equal, 0).sum(-1) > radius
     of_all = f"of {separation.numel():,} patterns"
     if bool(is_covered.any()):
         warnings.warn(
@@ -228,13 +246,19 @@ def _warn_of_overlap(patterns: Float[Tensor, "*batch N d"], scale: Float[Tensor,
             stacklevel=4,
         )
     elif bool(is_blurred.any()):
-        smallest = float(separation[is_blurred].min())
+        needed = 2 * torch.log(distance.sum(-1) / radius) / separation
         warnings.warn(
-            f"{int(is_blurred.sum()):,} {of_all} overlap too much to be retrieved surely at scale {float(scale.min()):.3g}: a "
-            f"scale above {needed / smallest:.3g} would be enough, which is log(N − 1)/Δ for the least separation Δ",
+            f"{int(is_blurred.sum()):,} {of_all} overlap too much to be retrieved surely at scale {float(scale.min()):.3g}; a "
+            f"scale of {_rounded_up(float(needed[is_blurred].max()))} is enough for each of them",
             OverlapWarning,
             stacklevel=4,
         )
+
+
+def _rounded_up(number: float) -> str:
+    """Three digits, none of them lost: what is enough stays enough."""
+    digits = f"{number:.3g}"
+    return digits if float(digits) >= number else f"{number * 1.01:.3g}"
 
 
 def _check_reference(reference: Any, memory: Potential) -> None:

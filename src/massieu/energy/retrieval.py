@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from massieu.energy.hopfield import HopfieldEnergy
+from massieu.energy.hopfield import HopfieldEnergy, by_distance, checked_scale
 from massieu.foundation.arguments import check_finite, flag, floating, instance, number, whole_number
 from massieu.foundation.arguments import generator as check_generator
 from massieu.foundation.doors import door
@@ -157,9 +157,11 @@ class _Retrieval:
         return 0.5 * distance.amin(-1)
 
     def _memory(self, stored: Tensor) -> HopfieldEnergy:
+        # Not by `euclidean`, which warns of patterns that overlap: how much they do is what is measured.
+        atoms = Atoms.create(stored)
         if self.euclidean:
-            return HopfieldEnergy.euclidean(stored, scale=self.scale)
-        return HopfieldEnergy.create(Atoms.create(stored), scale=self.scale)
+            atoms = by_distance(atoms, checked_scale(atoms, self.scale))
+        return HopfieldEnergy.create(atoms, scale=self.scale)
 
 
 def _wilson(share: Tensor, trials: int) -> tuple[Tensor, Tensor]:

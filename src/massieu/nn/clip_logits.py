@@ -30,7 +30,7 @@ def clip_logits(
 ) -> dict[str, Float[Tensor, " H"]]:
     """Scale weights in place so that, on a layer's own input, no head's largest logit is above the threshold: QK-clip.
 
-    Logits are scale·query·key, before masks, biases and soft caps. A head whose largest logit s is above the threshold gets
+    Logits are scale·query·key before biases and soft caps. A head whose largest logit s is above the threshold gets
     γ = threshold/s: the rows of its queries and keys are multiplied by √γ, biases too. Where heads share keys (grouped,
     multi-query and latent attention), its queries alone are multiplied, by γ. A rotation commutes with that, so it is exact
     under rotary embeddings: on the same batch and input the layer's largest logit is then the threshold, to rounding. The input

@@ -12,8 +12,10 @@ from torch import Tensor
 
 from massieu import ops
 from massieu.energy import HopfieldDensity, HopfieldEnergy
+from massieu.energy.hopfield import by_distance, checked_scale
 from massieu.errors import ConvergenceWarning
 from massieu.foundation.arguments import number, whole_number
+from massieu.measures import Atoms
 from massieu.sklearn.rows import (
     as_heads,
     best,
@@ -113,7 +115,10 @@ class HopfieldMemory(OneToOneFeatureMixin, OutlierMixin, TransformerMixin, BaseE
         self.leave_one_out_score_ = -loss
         # The threshold of outliers: so large a share of the rows lies below it.
         self.offset_ = _quantile(scores[scales.index(self.scale_)], rate, of_sample)
-        self.energy_ = HopfieldEnergy.euclidean(rows, log_weight, scale=self.scale_)
+        # Not by `euclidean`, which warns of patterns that overlap: a density needs that they do.
+        atoms = Atoms.create(rows, log_weight)
+        memory = by_distance(atoms, checked_scale(atoms, self.scale_))
+        self.energy_ = HopfieldEnergy.create(memory, scale=self.scale_)
         self._log_weight = log_weight
         return self
 

@@ -462,6 +462,11 @@ def test_a_matrix_holds_values_or_their_standard_errors():
     values = np.array([[np.pi, np.nan, 1 / 3]] * 2)
     np.testing.assert_allclose(made_up().matrix("entropy"), values)
     np.testing.assert_allclose(made_up().matrix("entropy", error=True), values / 100)
+    without_errors = made_up()
+    without_errors.heads = without_errors.heads.with_columns(standard_error=float("nan"))
+    with pytest.warns(UserWarning, match="no head has a standard error of 'entropy': .* two windows"):
+        assert np.isnan(without_errors.matrix("entropy", error=True)).all()
+    np.testing.assert_allclose(without_errors.matrix("entropy"), values)
 
 
 # --- Power failures ----------------------------------------------------------------------------------------------

@@ -67,8 +67,8 @@ class Monitor:
     ``_min``; ``massieu/largest_logit_max`` is over the model, whose layer and head are in ``massieu/largest_logit_layer`` and
     ``_head``. Models of several stacks have ``massieu/decoder/layer3/…``, and layers of several attentions
     ``…/layer3/cross/…``. Quantities of a head, over its queries: the mean selective log Z (S25); the largest logit, scale ·
-    query · key before masks, biases and soft caps; the mean of the largest score above the mean score; the mean entropy in
-    nats and as a share of log n (S8, N11); the mean weight on the first token of the document (N25).
+    query · key of pairs that are not masked, before biases and soft caps; the mean of the largest score above the mean
+    score; the mean entropy in nats and as a share of log n (S8, N11); the mean weight on the first token of the document (N25).
     ``selective_log_partition_max`` is the largest over queries too. Of the stream behind each layer: effective rank and mean
     pairwise distance (``spread``) of the tokens of sampled windows; tokens that only rounding tells apart have rank 1, and a
     warning says so once a layer.

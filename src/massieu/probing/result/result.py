@@ -349,10 +349,24 @@ class ProbeResult:
 
         Raises:
             InputError: The result has no such statistic or attention; the message names those that there are.
+
+        Warns:
+            UserWarning: Standard errors are asked for, there are values, and no head has an error, as after a text of one
+                window: whatever is compared with NaN is False.
         """
         from massieu.report.matrix import matrix_of
 
-        return matrix_of(self.run, self.heads, statistic, error=error, attention=attention)
+        values = matrix_of(self.run, self.heads, statistic, attention=attention)
+        if not error:
+            return values
+        errors = matrix_of(self.run, self.heads, statistic, error=True, attention=attention)
+        if np.isfinite(values).any() and not np.isfinite(errors).any():
+            warnings.warn(
+                f"no head has a standard error of {statistic!r}: it takes at least two windows or documents. All are NaN, and "
+                "comparisons with NaN are False; give more text, or shorter windows",
+                stacklevel=2,
+            )
+        return errors
 
     def tokens(
         self, layer: int, head: int, *, window: int | None = None, attention: str | None = None

@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from massieu.foundation.arguments import described
 from massieu.foundation.watching import progress_line
@@ -27,9 +27,9 @@ Progress = bool | Tell
 
 def check_progress(name: str, value: Any) -> Progress:
     """The value, if it is True, False or a function; else a TypeError."""
-    if not isinstance(value, bool) and not callable(value):
-        raise TypeError(f"{name} must be True, False or a function of a ProbeProgress, got {described(value)}")
-    return value
+    if isinstance(value, bool) or callable(value):
+        return cast(Progress, value)
+    raise TypeError(f"{name} must be True, False or a function of a ProbeProgress, got {described(value)}")
 
 
 @contextmanager
