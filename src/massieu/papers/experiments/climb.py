@@ -64,16 +64,18 @@ def _climbs(name: str, statement: str, *quantities: str) -> Hypothesis:
 HYPOTHESES = (
     _climbs(
         "H1",
-        "a trained head's own write raises its selective log Z by 0.01 nats more than that of a random model's head, and by "
-        "0.01 nats more than other heads' writes do.",
+        "a trained head's own write raises its selective log Z by 0.01 nats more than a random model's does, and than other "
+        "heads' writes do.",
         "over_fresh",
         "over_others",
     ),
-    _climbs("H2", "at the end of training it raises it by 0.01 nats more than at the start.", "gain"),
+    _climbs(
+        "H2", "a head's own write raises its selective log Z by 0.01 nats more after training than before.", "gain"
+    ),
     Hypothesis(
         "H3",
-        "without a head that climbs much the loss is larger, by 0.005 nats or 1 %, than without one that climbs little and "
-        "writes as much.",
+        "the loss without a head that climbs much is larger, by 0.005 nats or 1 %, than without one that climbs little and "
+        "whose writes have the same norm.",
         {task: ((f"{task}_loss_apart",),) for task in TASKS},
         {f"{task}_loss_apart": LEAST_LOSS[task] for task in TASKS},
         {task: f"{task}_pairs" for task in TASKS},

@@ -64,7 +64,7 @@ class EffectTests(NamedTuple):
     degrees: Float64[np.ndarray, " runs"]
 
 
-def tests_of(values: Float64[np.ndarray, "runs seeds"], least: float, *, may_lack: bool) -> EffectTests:
+def effect_tests(values: Float64[np.ndarray, "runs seeds"], least: float, *, may_lack: bool) -> EffectTests:
     """Student's t against the smallest effect; seeds that are not finite leave it open, or are left out if they may lack."""
     finite = np.isfinite(values)
     counts = finite.sum(1)
@@ -115,7 +115,7 @@ def decide(hypotheses: Sequence[Hypothesis], values: Mapping[str, Float64[np.nda
     both = []
     for hypothesis in hypotheses:
         tests = {
-            quantity: tests_of(values[quantity], hypothesis.least[quantity], may_lack=hypothesis.counts is not None)
+            quantity: effect_tests(values[quantity], hypothesis.least[quantity], may_lack=hypothesis.counts is not None)
             for quantity in hypothesis.quantities
         }
         both.append(p_values_of(hypothesis, tests))
@@ -209,8 +209,8 @@ class StudentHolm:
         decisions = decide(self.hypotheses, self._values(runs))
         verdicts = self.verdicts(runs)
         return [
-            f"{hypothesis.name} {verdicts[hypothesis.name]} (p {number(float(decision.p_value[0]), None)}, held against "
-            f"{number(float(decision.level[0]), None)}): {hypothesis.statement}"
+            f"{hypothesis.name} {verdicts[hypothesis.name]}: {hypothesis.statement} Its p-value "
+            f"{number(float(decision.p_value[0]), None)} is held against {number(float(decision.level[0]), None)}."
             for hypothesis, decision in zip(self.hypotheses, decisions, strict=True)
         ]
 
@@ -244,7 +244,7 @@ def _verdict_of(hypothesis: Hypothesis, decision: Decision, runs: Sequence[Numbe
 
 def _judgement(criterion: Criterion, values: Sequence[float], level: float, *, may_lack: bool) -> Judgement:
     """A criterion with Student's interval at a level."""
-    tests = tests_of(np.array([values], dtype=np.float64), 0.0, may_lack=may_lack)
+    tests = effect_tests(np.array([values], dtype=np.float64), 0.0, may_lack=may_lack)
     mean, error, degrees = (float(part[0]) for part in (tests.mean, tests.error, tests.degrees))
     half = np.nan
     if degrees > 0:
