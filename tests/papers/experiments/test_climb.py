@@ -5,10 +5,12 @@ import json
 import math
 import re
 from pathlib import Path
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
 import torch
+from scripts import climb_page
 
 import massieu
 from massieu.nn import Attention
@@ -24,7 +26,7 @@ from massieu.papers.experiments.climb_reading import (
 )
 from massieu.papers.experiments.climb_tasks import CHECKPOINTS, HALVES, TASKS, HalvedTask, fresh_model, trained_models
 from massieu.papers.experiments.hypotheses import StudentHolm
-from massieu.papers.experiments.run import SEEDS, run
+from massieu.papers.experiments.run import RESULTS, SEEDS, load, run
 from massieu.papers.experiments.study import Numbers, find
 from massieu.papers.experiments.transformer import VectorTransformer
 
@@ -253,3 +255,33 @@ def test_a_study_that_was_stopped_three_times_is_the_same(tmp_path: Path, monkey
     whole = stored(tmp_path / "whole")
     assert stored(tmp_path / "parts") == whole
     assert whole["made"]["registration"] == find("climb").registration["registration"]
+
+
+# --- the page ----------------------------------------------------------------------------------------------------------------
+
+
+def test_the_page_and_its_figures_are_made_from_the_stored_numbers():
+    study = load(RESULTS / "climb.json")
+    assert climb_page.PAGE.read_text(encoding="utf-8") == climb_page.page(study), "run python -m scripts.climb_page"
+    figures = climb_page.figures(study)
+    assert {f"{figure.name}.svg" for figure in figures} == {path.name for path in climb_page.IMAGES.iterdir()}
+    for figure in figures:
+        drawn = (climb_page.IMAGES / f"{figure.name}.svg").read_text(encoding="utf-8")
+        assert drawn == figure.drawing and len(drawn) < 40_000
+        ElementTree.fromstring(drawn)
+    assert len(figures) == 8
+
+
+def test_a_figure_has_its_points_and_intervals_where_their_values_are():
+    group = climb_page.Group("heads <A>", [-1.0, 0.0, 1.0], (-0.5, 0.5))
+    svg = "{http://www.w3.org/2000/svg}"
+    drawing = ElementTree.fromstring(climb_page.strips("of heads & tasks", [group], 0.25))
+    heights = [float(circle.attrib["cy"]) for circle in drawing.iter(f"{svg}circle")]
+    assert heights[0] - heights[1] == pytest.approx(heights[1] - heights[2], abs=0.2) and heights[0] > heights[1]
+    (bar,) = [line for line in drawing.iter(f"{svg}line") if line.attrib["stroke"] == "#a63603"]
+    low, high = (heights[1] + side * (heights[0] - heights[1]) / 2 for side in (1, -1))
+    assert float(bar.attrib["y1"]) == pytest.approx(low, abs=0.2)
+    assert float(bar.attrib["y2"]) == pytest.approx(high, abs=0.2)
+    assert "heads <A>" in [text.text for text in drawing.iter(f"{svg}text")]
+    assert drawing.attrib["aria-label"] == "of heads & tasks"
+    climb_page.strips("one number", [climb_page.Group("", [0.0])])  # an axis without length
