@@ -61,20 +61,24 @@ class _BlockRead(NamedTuple):
 
 def _blocks_read(model: nn.Module, inputs: Tensor) -> list[tuple[_BlockRead, bool]]:
     """What each block read in one forward pass, and whether it is causal."""
-    blocks = [block for block in model.modules() if isinstance(block, TransformerBlock)]
     streams: list[Tensor] = []
     results: list[Tensor] = []
+    parts: list[tuple[nn.Module, Attention]] = []
     hooks = []
-    for block in blocks:
-        assert block.before_attention is not None and isinstance(block.attention, Attention)
-        hooks.append(block.before_attention.register_forward_pre_hook(lambda _, given: streams.append(given[0])))
-        hooks.append(block.attention.out_proj.register_forward_pre_hook(lambda _, given: results.append(given[0])))
+    for block in model.modules():
+        if isinstance(block, TransformerBlock):
+            norm, attention = block.before_attention, block.attention
+            assert norm is not None and isinstance(attention, Attention)
+            parts.append((norm, attention))
+            hooks.append(norm.register_forward_pre_hook(lambda _, given: streams.append(given[0])))
+            hooks.append(attention.out_proj.register_forward_pre_hook(lambda _, given: results.append(given[0])))
     model(inputs)
     for hook in hooks:
         hook.remove()
+    is_causal = bool(model.is_causal)
     return [
-        (_BlockRead(stream, result, block.before_attention, block.attention), model.is_causal)
-        for stream, result, block in zip(streams, results, blocks, strict=True)
+        (_BlockRead(stream, result, norm, attention), is_causal)
+        for stream, result, (norm, attention) in zip(streams, results, parts, strict=True)
     ]
 
 
