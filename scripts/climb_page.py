@@ -30,7 +30,7 @@ _LEFT, _RIGHT, _TOP, _BOTTOM = 62, 12, 30, 40
 
 
 class Group(NamedTuple):
-    """What stands above one label: points, and the interval of their mean if there is one."""
+    """What stands above one label, a word on each line: points, and the interval of their mean if there is one."""
 
     label: str
     points: Sequence[float]
@@ -107,7 +107,9 @@ def strips(title: str, groups: Sequence[Group], least: float | None = None) -> s
             parts.append(
                 f'<line x1="{x + 10}" x2="{x + 10}" y1="{low}" y2="{high}" stroke="#a63603" stroke-width="2"/>'
             )
-        parts.append(f'<text x="{x}" y="{_HEIGHT - 16}" text-anchor="middle">{escape(group.label)}</text>')
+        for line, word in enumerate(group.label.split(" ")):
+            y = _HEIGHT - 24 + 14 * line
+            parts.append(f'<text x="{x}" y="{y}" text-anchor="middle">{escape(word)}</text>')
     return _whole(title, parts)
 
 
@@ -160,7 +162,9 @@ def figures(study: Study) -> list[Figure]:
     made.append(Figure("heads", caption, strips("rise along the own write, single heads, nats", groups)))
     groups = [_group(task, by_quantity[f"{task}_loss_apart"]) for task in TASKS]
     title = "loss without the head that climbs − without its partner"
-    caption = "H3: points are seeds; nats, for the regression a share of the loss. Bars are intervals."
+    caption = (
+        "H3: nats, for the regression a share of the loss. Points are seeds, bars intervals, the dashed line is 0.005."
+    )
     made.append(Figure("loss", caption, strips(title, groups, min(LEAST_LOSS.values()))))
     return made
 
