@@ -18,7 +18,7 @@ _PROMPTS = re.compile(r"(<!-- prompts, by the same script -->\n).*?(?=<!-- end o
 _PROMPTS_HEAD = (
     "| task | examples | KL(exact ‖ model), bits | KL(exact ‖ uniform) | other words |\n|---|---|---|---|---|\n"
 )
-_HEAD = "| what | role | mean | bootstrap interval | threshold | outcome |\n|---|---|---|---|---|---|\n"
+_HEAD = "| what | role | mean | {interval} | threshold | outcome |\n|---|---|---|---|---|---|\n"
 _OUTCOMES = {"met": "met", "missed": "not met", "open": "open", "described": "–"}
 
 
@@ -45,9 +45,11 @@ def section(study: Study) -> str:
             _OUTCOMES[found.outcome],
         )
         rows.append(f"| {' | '.join(cells)} |\n")
-    made, table = study.made, _HEAD + "".join(rows)
+    made, table = study.made, _HEAD.format(interval=asked.rule.interval) + "".join(rows)
+    lines = "".join(f"{_plain(line)}\n\n" for line in study.lines)
     return (
-        f"### `{asked.name}`: {study.verdict}\n\n{asked.question} ({asked.claims})\n\n{_plain(asked.setting)}\n\n{table}\n"
+        f"### `{asked.name}`: {study.verdict}\n\n{asked.question} ({asked.claims})\n\n{_plain(asked.setting)}\n\n"
+        f"{lines}{table}\n"
         f"Seeds {seeds}; {_minutes(sum(study.seconds.values()))} of one core, {made['date']}, torch {made['torch']}.\n\n"
     )
 

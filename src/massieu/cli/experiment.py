@@ -11,7 +11,6 @@ from rich.text import Text
 from massieu.cli.streams import say
 from massieu.foundation.numbers import counted
 from massieu.foundation.printable import visible
-from massieu.papers.experiments.criterion import INTERVALS
 from massieu.papers.experiments.prompts import PromptReading
 from massieu.papers.experiments.run import RESULTS, load
 from massieu.papers.experiments.study import Study, experiments
@@ -44,16 +43,24 @@ def show(study: Study) -> None:
     console = _console()
     console.print(Text(study.experiment.question, "bold"))
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1, 0, 0))
-    for name in ("measurement", "role", "mean", "bootstrap interval", "threshold", "outcome"):
+    rule = study.experiment.rule
+    for name in ("measurement", "role", "mean", rule.interval, "threshold", "outcome"):
         table.add_column(name, overflow="fold")
     for judgement in study.judgements:
         criterion = judgement.criterion
         outcome = _OUTCOMES[judgement.outcome]
         table.add_row(criterion.title, criterion.role, *judgement.mean_and_interval, criterion.threshold, outcome)
     console.print(table)
-    console.print(INTERVALS, markup=False)
+    for line in (rule.sentence, *study.lines):
+        console.print(line, markup=False)
     reason = " (a quick run gives no verdict)" if study.quick else ""
     console.print(f"verdict: {study.verdict}{reason}, from {counted(len(study.runs), 'seed')}", markup=False)
+
+
+def say_plan(lines: Sequence[str]) -> None:
+    """Print to standard error what is known of an experiment before its first seed."""
+    for line in lines:
+        say(line)
 
 
 def say_seed(seed: int, done: int, total: int, seconds: float) -> None:

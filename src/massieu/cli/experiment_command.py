@@ -69,9 +69,13 @@ def _run(
     with context.obj.loading():
         from massieu.cli import experiment as output
         from massieu.papers.experiments.run import SEEDS, run
+        from massieu.papers.experiments.study import find
 
+    plan = find(name).plan
     progress = output.say_seed if is_rank_zero() else None
     with process_group():
+        if plan is not None and is_rank_zero():
+            output.say_plan(plan())
         study, complete = run(
             name, seeds=seeds or SEEDS, quick=quick, large=large, out=folder, resume=resume, progress=progress
         )

@@ -127,7 +127,7 @@ def test_ridge_regression_on_the_sphere_is_the_formula():
 
 
 def test_patches_are_of_the_images_and_hidden_ones_are_not_seen():
-    images, labels = digits._load_digits()
+    images, labels = digits.load_digits()
     bunch = load_digits()
     by_hand = bunch.images[7].reshape(4, 2, 4, 2).transpose(0, 2, 1, 3).reshape(16, 4) / 16
     np.testing.assert_allclose(images[7].numpy(), by_hand)
@@ -143,7 +143,7 @@ def test_patches_are_of_the_images_and_hidden_ones_are_not_seen():
 
 
 def test_the_probe_is_scikit_learns_ridge_with_the_same_choice_of_the_ridge():
-    images, labels = digits._load_digits()
+    images, labels = digits.load_digits()
     features = images.flatten(1)
     rows = digits._draw_labelled(labels[:1000], 50, 2, torch.Generator().manual_seed(1))
     accuracy = digits.accuracy(features[:1000], labels[:1000], rows, features[1000:], labels[1000:])

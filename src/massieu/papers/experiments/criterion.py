@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 from statistics import NormalDist
-from typing import Literal
+from typing import Literal, Self
 
 import numpy as np
 
@@ -66,7 +66,7 @@ class Judgement:
     Attributes:
         criterion: The criterion.
         values: The number of each seed.
-        low, high: Ends of the bootstrap interval of their mean.
+        low, high: Ends of the interval of their mean.
         outcome: "met" where the whole interval lies within the threshold, so that nothing is confirmed by being vague; "missed"
             where it lies outside; else, and below `FEWEST` seeds, "open". "described" where there is no threshold.
     """
@@ -76,6 +76,18 @@ class Judgement:
     low: float
     high: float
     outcome: Outcome
+
+    @classmethod
+    def of(cls, criterion: Criterion, values: Sequence[float], low: float, high: float, *, num_seeds: int) -> Self:
+        """Compare an interval with a threshold.
+
+        Args:
+            criterion: The criterion.
+            values: The number of each seed that has one.
+            low, high: Ends of the interval.
+            num_seeds: How many seeds were run.
+        """
+        return cls(criterion, tuple(values), low, high, _outcome(criterion, num_seeds, low, high))
 
     @property
     def mean(self) -> float:
@@ -96,7 +108,7 @@ class Judgement:
 def judge(criterion: Criterion, values: Sequence[float]) -> Judgement:
     """Compare the numbers of several seeds with a threshold; one that is not finite leaves the outcome open."""
     low, high = interval(values)
-    return Judgement(criterion, tuple(values), low, high, _outcome(criterion, len(values), low, high))
+    return Judgement.of(criterion, values, low, high, num_seeds=len(values))
 
 
 def _outcome(criterion: Criterion, num_seeds: int, low: float, high: float) -> Outcome:

@@ -60,7 +60,7 @@ def digits(seed: int, quick: bool) -> Numbers:
     held-out images, the mean over 20 draws of the labelled ones, the same draws for every representation. The transformer of
     random weights is the one that pretraining starts from.
     """
-    data = _load_digits()
+    data = load_digits()
     num_training = round(0.8 * len(data.images))
     training = _Digits(data.images[:num_training], data.labels[:num_training])
     held_out = _Digits(data.images[num_training:], data.labels[num_training:])
@@ -88,7 +88,7 @@ class _Digits(NamedTuple):
 
 
 @cache
-def _load_digits() -> _Digits:
+def load_digits() -> _Digits:
     bunch = require_extra("sklearn.datasets", "examples").load_digits()
     images = torch.from_numpy(bunch.images).float() / 16  # (n, 8, 8)
     patches = images.unfold(1, 2, 2).unfold(2, 2, 2)  # (n, 4, 4, 2, 2)

@@ -3,7 +3,7 @@
 import math
 from typing import Any
 
-from massieu.papers.experiments.criterion import INTERVALS, Judgement
+from massieu.papers.experiments.criterion import Judgement
 from massieu.papers.experiments.study import Study
 from massieu.report.page import asset, template
 
@@ -23,7 +23,7 @@ def page_of(study: Study) -> str:
         experiment=study.experiment,
         study=study,
         rows=[{"judgement": judgement, "strip": strip(judgement)} for judgement in study.judgements],
-        intervals=INTERVALS,
+        rule=study.experiment.rule,
         quantities=sorted({name for numbers in study.runs.values() for name in numbers}),
         seeds=sorted(study.runs),
         style=asset("page.css") + asset("claims.css"),

@@ -142,7 +142,7 @@ def run(
         study = _with_stored_seeds(study, out, resume)
     if not is_rank_zero():
         out = None
-    study.made = _made()
+    study.made = _made() | dict(experiment.registration)
     if out is not None:
         _check_can_save(study, out)
     seeds_to_run = list(seeds)[:1] if quick else list(seeds)
@@ -210,7 +210,7 @@ def _with_stored_seeds(study: Study, out: Path, resume: bool) -> Study:
         raise InputError(
             f"{path} holds {len(stored.runs)} seeds already; continue with --resume, or choose another --out"
         )
-    now = _made()
+    now = _made() | dict(study.experiment.registration)
     differences = [
         f"{name} {stored.made.get(name)} and now {now[name]}"
         for name in now

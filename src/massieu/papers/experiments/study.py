@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import cache
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from massieu.errors import InputError
-from massieu.papers.experiments.criterion import FEWEST, Criterion, Judgement, judge
+from massieu.papers.experiments.criterion import FEWEST, INTERVALS, Criterion, Judgement, judge
 
 Numbers = dict[str, float]
 Measure = Callable[[int, bool], Numbers]
@@ -18,6 +18,73 @@ Measure = Callable[[int, bool], Numbers]
 Verdict = Literal["confirmed", "refuted", "undecided", "undecided: optimisation", "undecided: control", "described"]
 QUICK = "quick"
 LARGE = "large"
+
+
+class JudgingRule(Protocol):
+    """How the numbers of the seeds are judged.
+
+    Attributes:
+        interval: The heading above the intervals.
+        sentence: What an interval is, wherever intervals are shown.
+    """
+
+    @property
+    def interval(self) -> str: ...
+
+    @property
+    def sentence(self) -> str: ...
+
+    def judgements(self, criteria: Sequence[Criterion], runs: Sequence[Numbers]) -> list[Judgement]:
+        """The judgement of each criterion, in order."""
+        ...
+
+    def verdict(self, judgements: Sequence[Judgement], runs: Sequence[Numbers]) -> Verdict:
+        """The verdict of a study with enough seeds."""
+        ...
+
+    def lines(self, runs: Sequence[Numbers]) -> list[str]:
+        """What else is said beside the verdict."""
+        ...
+
+
+@dataclass(frozen=True)
+class BootstrapRule:
+    """Each criterion by a bootstrap interval of its own; see `JudgingRule` for the attributes.
+
+    Undecided where training did not come near enough to the exact risk, or where a control that lacks the property meets
+    its threshold too. Refuted where a finding misses its threshold, confirmed where all meet it. A study of descriptions alone
+    is "described".
+    """
+
+    interval: str = "bootstrap interval"
+    sentence: str = INTERVALS
+
+    def judgements(self, criteria: Sequence[Criterion], runs: Sequence[Numbers]) -> list[Judgement]:
+        """The judgement of each criterion, in order."""
+        return [
+            judge(criterion, [numbers.get(criterion.quantity, math.nan) for numbers in runs]) for criterion in criteria
+        ]
+
+    def verdict(self, judgements: Sequence[Judgement], runs: Sequence[Numbers]) -> Verdict:
+        """The verdict that the outcomes support."""
+        outcomes: dict[str, list[str]] = {"finding": [], "optimisation": [], "control": [], "description": []}
+        for judgement in judgements:
+            outcomes[judgement.criterion.role].append(judgement.outcome)
+        if not outcomes["finding"]:
+            return "described"
+        if any(outcome != "met" for outcome in outcomes["optimisation"]):
+            return "undecided: optimisation"
+        if "missed" in outcomes["finding"]:
+            return "refuted"
+        if any(outcome != "missed" for outcome in outcomes["control"]):
+            return "undecided: control"
+        if any(outcome != "met" for outcome in outcomes["finding"]):
+            return "undecided"
+        return "confirmed"
+
+    def lines(self, runs: Sequence[Numbers]) -> list[str]:
+        """Nothing else."""
+        return []
 
 
 @dataclass(frozen=True)
@@ -34,6 +101,9 @@ class Experiment:
         measure: Trains and measures for one seed.
         tune: Losses for each candidate setting, on a seed that no verdict uses; the settings were chosen by them.
         large: As `measure`, at the size of the literature: for GPUs, or many processes.
+        rule: How the seeds are judged.
+        registration: Where the plan was fixed before the first result: the commit, and the digest of its text.
+        plan: Sentences to say before the first seed.
     """
 
     name: str
@@ -45,6 +115,9 @@ class Experiment:
     measure: Measure
     tune: Measure | None = None
     large: Measure | None = None
+    rule: JudgingRule = BootstrapRule()
+    registration: Mapping[str, str] = field(default_factory=dict)
+    plan: Callable[[], Sequence[str]] | None = None
 
 
 _REGISTERED: dict[str, Experiment] = {}
@@ -59,6 +132,9 @@ def experiment(
     minutes: float,
     tune: Measure | None = None,
     large: Measure | None = None,
+    rule: JudgingRule | None = None,
+    registration: Mapping[str, str] | None = None,
+    plan: Callable[[], Sequence[str]] | None = None,
 ) -> Callable[[Measure], Measure]:
     """Register a function that measures one seed; its docstring is the experiment's setting.
 
@@ -80,6 +156,9 @@ def experiment(
             measure=measure,
             tune=tune,
             large=large,
+            rule=rule or BootstrapRule(),
+            registration=registration or {},
+            plan=plan,
         )
         return measure
 
@@ -132,36 +211,23 @@ class Study:
     @property
     def judgements(self) -> list[Judgement]:
         """The judgement of each criterion, in order."""
-        runs = [self.runs[seed] for seed in sorted(self.runs)]
-        return [
-            judge(criterion, [numbers.get(criterion.quantity, math.nan) for numbers in runs])
-            for criterion in self.experiment.criteria
-        ]
+        return self.experiment.rule.judgements(self.experiment.criteria, self._runs)
 
     @property
     def verdict(self) -> Verdict:
-        """The verdict that the numbers support.
-
-        Undecided where training did not come near enough to the exact risk, or where a control that lacks the property meets
-        its threshold too. Refuted where a finding misses its threshold, confirmed where all meet it. Quick runs decide nothing.
-        A study of descriptions alone is "described".
-        """
-        outcomes: dict[str, list[str]] = {"finding": [], "optimisation": [], "control": [], "description": []}
-        for judgement in self.judgements:
-            outcomes[judgement.criterion.role].append(judgement.outcome)
+        """The verdict that the numbers support; quick runs decide nothing, and neither do few seeds."""
         if self.quick or len(self.runs) < FEWEST:
             return "undecided"
-        if not outcomes["finding"]:
-            return "described"
-        if any(outcome != "met" for outcome in outcomes["optimisation"]):
-            return "undecided: optimisation"
-        if "missed" in outcomes["finding"]:
-            return "refuted"
-        if any(outcome != "missed" for outcome in outcomes["control"]):
-            return "undecided: control"
-        if any(outcome != "met" for outcome in outcomes["finding"]):
-            return "undecided"
-        return "confirmed"
+        return self.experiment.rule.verdict(self.judgements, self._runs)
+
+    @property
+    def lines(self) -> list[str]:
+        """What the rule says beside the verdict; nothing of quick runs."""
+        return [] if self.quick else self.experiment.rule.lines(self._runs)
+
+    @property
+    def _runs(self) -> list[Numbers]:
+        return [self.runs[seed] for seed in sorted(self.runs)]
 
     @property
     def stem(self) -> str:

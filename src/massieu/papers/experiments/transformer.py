@@ -61,8 +61,12 @@ class TransformerBlock(nn.Module):
         if self.attention is not None and self.before_attention is not None:
             normalised = self.before_attention(tokens)
             write, _ = self.attention(normalised, normalised, normalised, need_weights=False, is_causal=is_causal)
-            tokens = self.residual_scale * tokens + write
-        return self.residual_scale * tokens + self.feed_forward(self.before_feed_forward(tokens))
+            tokens = self._kept(tokens) + write
+        return self._kept(tokens) + self.feed_forward(self.before_feed_forward(tokens))
+
+    def _kept(self, tokens: Float[Tensor, "B L D"]) -> Float[Tensor, "B L D"]:
+        """The part of the tokens to which a write is added; at scale 1 the tensor itself, by which a probe knows the stream."""
+        return tokens if self.residual_scale == 1 else self.residual_scale * tokens
 
 
 class Transformer(nn.Module):
