@@ -27,7 +27,6 @@ import massieu
 from massieu import cli
 from massieu.cli.commands import app
 from massieu.errors import InputError, MissingExtraError, require_extra
-from massieu.foundation import watching
 from massieu.probing import run as run_module
 from massieu.probing.result import result as result_module
 from massieu.probing.statistics.registry import GROUPS, OPT_IN, STATISTICS
@@ -204,9 +203,9 @@ def test_the_summary_names_the_findings_and_the_page(probed, tmp_path):
 
 
 def test_a_terminal_gets_a_bar_with_tokens_per_second(probed, tmp_path, monkeypatch):
-    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("FORCE_COLOR", "1")  # For rich, which takes standard error for a terminal then.
     monkeypatch.delenv("NO_COLOR", raising=False)
-    monkeypatch.setattr(watching, "watched", lambda: "terminal")
+    monkeypatch.setattr("massieu.foundation.watching.watched", lambda: "terminal")
     ran = run("probe", "--out", tmp_path)
     assert re.search(r"300 tokens, [\d,]+ per second", ran.stderr)
     assert "\x1b" in ran.stderr

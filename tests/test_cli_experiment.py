@@ -1,10 +1,14 @@
 """`massieu experiment`: what it lists, prints and stores, and how it ends."""
 
 import json
+import math
 from pathlib import Path
 
 import pytest
 from tests.support.command_line import run
+
+from massieu.papers.experiments.run import RESULTS, load
+from massieu.papers.experiments.study import experiments
 
 
 @pytest.mark.medium
@@ -14,6 +18,33 @@ def test_the_list_has_each_question_and_what_was_found_last():
     for name in ("precision", "temperature", "sink"):
         assert f"\n{name} " in ran.stdout
     assert "E22" in ran.stdout and "confirmed" in ran.stdout
+
+
+@pytest.mark.medium
+def test_the_list_as_json_has_what_the_table_has():
+    ran = run("experiment", "list", "--json")
+    assert ran.exit_code == 0 and not ran.stderr
+    entries = {entry["experiment"]: entry for entry in json.loads(ran.stdout)}
+    assert {"precision", "temperature", "sink"} <= entries.keys()
+    stored = json.loads((RESULTS / "sink.json").read_text(encoding="utf-8"))
+    assert entries["sink"]["verdict"] == stored["verdict"]
+    assert entries["sink"]["date"] == stored["made"]["date"]
+    assert entries["sink"]["question"] == experiments()["sink"].question
+    assert entries["sink"].keys() == {"experiment", "question", "claims", "minutes", "verdict", "date"}
+
+
+@pytest.mark.medium
+def test_a_run_and_tuning_as_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    study = load(RESULTS / "sink.json")
+    monkeypatch.setattr("massieu.papers.experiments.run.run", lambda name, **settings: (study, True))
+    ran = run("experiment", "sink", "--json", "--out", tmp_path)
+    assert ran.exit_code == 0
+    printed, stored = (json.loads(text) for text in (ran.stdout, (RESULTS / "sink.json").read_text(encoding="utf-8")))
+    assert printed.keys() >= stored.keys()
+    for name in ("experiment", "verdict", "seeds", "made"):
+        assert printed[name] == stored[name]
+    monkeypatch.setattr("massieu.papers.experiments.run.tune", lambda name, **settings: {"at 1": 0.5, "at 2": math.nan})
+    assert json.loads(run("experiment", "sink", "--tune", "--json").stdout) == {"at 1": 0.5, "at 2": None}
 
 
 @pytest.mark.medium

@@ -77,6 +77,34 @@ def test_other_runs_and_a_reference_beside_a_run_with_alarms(tmp_path: Path):
     assert "No alarm is recorded." in (tmp_path / "b.html").read_text()
 
 
+def test_json_has_the_latest_numbers_and_every_alarm(tmp_path: Path):
+    run = _written(tmp_path / "run.jsonl")
+    header, *lines = map(json.loads, run.read_text().splitlines())
+    lines[-1]["massieu/loss"] = "NaN"
+    for line in lines[3:]:
+        line["alarms"] = ["massieu/loss"]
+    run.write_text("".join(json.dumps(line) + "\n" for line in [header, *lines]))
+    ran = _run(run, "--json")
+    assert ran.exit_code == 0
+    assert json.loads(ran.stdout) == {
+        "page": str(tmp_path / "run.html"),
+        "runs": [
+            {
+                "name": "run",
+                "settings": {"prefix": "massieu", "layers": 2, "every": 100},
+                "records": 6,
+                "first_step": 0,
+                "last_step": 500,
+                "latest": {"massieu/loss": None, "massieu/entropy_min": 1.0},
+                "alarms": [{"step": step, "keys": ["massieu/loss"]} for step in (300, 400, 500)],
+                "notes": [],
+            }
+        ],
+    }
+    assert ran.stderr == "massieu: in alarm from step 300: massieu/loss\n"
+    assert (tmp_path / "run.html").exists()
+
+
 def test_keys_of_others_cannot_steer_the_terminal(tmp_path: Path):
     run = _written(tmp_path / "run.jsonl")
     key = "massieu/layer\x1b]0;owned\x07\x9b2J"

@@ -84,10 +84,13 @@ def test_every_link_leads_somewhere():
     assert not _broken_by_page(PAGES, _generated())
 
 
-def test_links_of_the_pages_for_contributors_lead_somewhere_in_a_clone():
-    """Without the pages that exist on the site alone."""
+def test_links_of_the_first_pages_lead_somewhere_in_a_clone():
+    """Without the pages that exist on the site alone; so do the links of what README sends a newcomer to."""
     names = ("README", "ARCHITECTURE", "CONTRIBUTING")
-    pages = [ROOT / f"{name}.md" for name in names] + sorted((DOCS / "decisions").glob("*.md"))
+    folders = [DOCS / name for name in ("decisions", "start", "tutorials")]
+    pages = [ROOT / f"{name}.md" for name in names] + [
+        page for folder in folders for page in sorted(folder.glob("*.md"))
+    ]
     assert not _broken_by_page(pages, generated=())
 
 

@@ -56,8 +56,9 @@ def require_extra(module: str, extra: str) -> ModuleType:
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] != module.partition(".")[0]:
+        package = module.partition(".")[0]
+        if (error.name or "").partition(".")[0] != package:
             raise
         raise MissingExtraError(
-            f'{module} is not installed; install it with: pip install "massieu[{extra}]"'
+            f'{package} is not installed; install it with: pip install "massieu[{extra}]"'
         ) from error

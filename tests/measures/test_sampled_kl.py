@@ -44,4 +44,10 @@ def test_what_is_refused():
         sampled_kl(normal, ZERO, normal, ZERO, draws=1)
     with pytest.raises(TypeError, match=r"got the measure Bernoulli for eta_q; .* measures\.sampled_kl"):
         normal.kl(ZERO, coin)
+    with pytest.raises(TypeError, match=r"got the measure Bernoulli for eta_p; .* measures\.sampled_kl"):
+        normal.kl(coin)  # pyright: ignore[reportCallIssue]
+    with pytest.raises(
+        TypeError, match=r"eta_p must be .*, got the measure Bernoulli: sampled_kl\(p, eta_p, q, eta_q\)"
+    ):
+        sampled_kl(normal, coin)  # pyright: ignore[reportCallIssue]
     assert "sampled_kl" in measures.__all__

@@ -9,6 +9,7 @@ import json
 import re
 import sys
 from html.parser import HTMLParser
+from pathlib import Path
 
 import numpy as np
 import polars
@@ -19,12 +20,15 @@ from tests.support.report.synthetic_results import HOSTILE, Results, encoder
 
 from massieu.errors import MissingExtraError
 from massieu.probing.result.stored import run_of
+from massieu.report import page as page_module
 from massieu.report.colours import SEQUENTIAL
 from massieu.report.overview import overview_of
 from massieu.report.page import render
 from massieu.report.tables import catalogue_of, head_columns, sites_of
 from massieu.report.terms import TERMS, explained
 
+ROOT = Path(__file__).parents[2]
+WITH_EXPLANATION = ("page.html.j2", "compare.html.j2", "curves.html.j2", "claims.html.j2")
 SMALL_KINDS = ("encoder", "encoder_decoder", "bare", "hostile")
 LOADING_ATTRIBUTES = {
     "src",
@@ -244,6 +248,19 @@ def test_no_heading_skips_a_level(kind: str, pages: dict[str, str]) -> None:
     levels = [int(level) for level in re.findall(r"<h([1-6])\b", pages[kind].partition("<script")[0])]
     assert levels[0] == 1
     assert all(after <= before + 1 for before, after in itertools.pairwise(levels))
+
+
+def test_every_page_names_the_one_that_explains_it(pages: dict[str, str]) -> None:
+    """In words: a page has no address to link, as the documentation is on no public site."""
+    assert page_of_explanation(pages["encoder"]) == "docs/how-to/probe.md"
+    templates = Path(page_module.__file__).parent / "templates"
+    names = {name: page_of_explanation((templates / name).read_text(encoding="utf-8")) for name in WITH_EXPLANATION}
+    assert {name for name, path in names.items() if not (ROOT / path).is_file()} == set()
+
+
+def page_of_explanation(page: str) -> str:
+    (path,) = re.findall(r"How to read it: <code>(\S+)</code>", page)
+    return path
 
 
 def test_the_picture_has_a_square_for_every_number_of_a_head(results: dict[str, Results]) -> None:

@@ -156,6 +156,6 @@ def test_what_is_missing_is_named(results: dict[str, Results], module: str, monk
         if name.startswith(module):
             monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(
-        MissingExtraError, match=rf'{module}\S* is not installed; install it with: pip install "massieu\[probe\]"'
+        MissingExtraError, match=rf'^{module} is not installed; install it with: pip install "massieu\[probe\]"'
     ):
         plots_of(results).map("entropy", ax=ax if module == "matplotlib" else None)

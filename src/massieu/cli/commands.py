@@ -29,7 +29,7 @@ from massieu.cli.options import (
     option,
     short_name,
 )
-from massieu.cli.output import check_page, result_folder
+from massieu.cli.output import check_page, result_folder, show_json
 from massieu.cli.processes import is_distributed, is_rank_zero, process_group, say_first, say_once
 from massieu.cli.streams import OutputLost, say, show
 from massieu.errors import InputError, ProcessLostError
@@ -158,7 +158,7 @@ def probe(
     resume: take.Resume = False,
     store_every: take.StoreEvery = 5.0,
     chat: take.Chat = False,
-    json: Annotated[bool, option(None, "Print a JSON object instead.", "--json", heading=OUTPUT)] = False,
+    json: take.JsonOutput = False,
 ) -> None:
     """Measure a model's attention on text; writes an HTML page. With a PROMPT, print its largest numbers."""
     loading: dict[str, Any] = {"device": device, "device_map": device_map, "dtype": dtype, "revision": revision}
@@ -299,7 +299,7 @@ def compare(
     trust_remote_code: TrustRemoteCode = False,
     tokenizer: take.Tokenizer = None,
     fail_above: take.FailAbove = None,
-    json: Annotated[bool, option(None, "Print a JSON object instead.", "--json", heading=OUTPUT)] = False,
+    json: take.JsonOutput = False,
 ) -> None:
     """Compare models on the same text, head by head."""
     from massieu.cli.compare import ComparisonRequest, limits_of, run
@@ -365,7 +365,7 @@ def attention(
     revision: Revision = None,
     trust_remote_code: TrustRemoteCode = False,
     tokenizer: take.Tokenizer = None,
-    json: Annotated[bool, option(None, "Print a JSON object instead.", "--json", heading=OUTPUT)] = False,
+    json: take.JsonOutput = False,
 ) -> None:
     """Draw the attention weights of one head on a prompt."""
     from massieu.cli.attention import HeadPicture, head_of
@@ -392,7 +392,7 @@ def describe(
     dtype: Dtype = None,
     revision: Revision = None,
     trust_remote_code: TrustRemoteCode = False,
-    json: Annotated[bool, option(None, "Print a JSON object instead.", "--json", heading=OUTPUT)] = False,
+    json: take.JsonOutput = False,
 ) -> None:
     """List the attention layers of a model and its heads."""
     with context.obj.loading():
@@ -421,17 +421,23 @@ def report(
     cls=Command,
     epilog="\b\nExamples:\n"
     "  massieu monitor run.jsonl\n"
-    "  massieu monitor run.jsonl other.jsonl --reference healthy.jsonl",
+    "  massieu monitor run.jsonl other.jsonl --reference healthy.jsonl\n"
+    "  massieu monitor run.jsonl --json",
 )
 def monitor(
     runs: take.Runs,
     reference: take.Reference = None,
-    out: Annotated[Path | None, option("PATH", "File of the page. [default: RUN.html]")] = None,
+    out: Annotated[Path | None, option("PATH", "File of the page. [default: RUN.html]", heading=OUTPUT)] = None,
+    json: take.JsonOutput = False,
 ) -> None:
     """Draw the curves and alarms of a training run."""
-    from massieu.cli.monitor import draw
+    from massieu.cli.monitor import draw, summary_of
 
-    show(f"page: {draw(runs, out, reference)}")
+    page, records = draw(runs, out, reference)
+    if json:
+        show_json(summary_of(page, records))
+    else:
+        show(f"page: {page}")
 
 
 @app.command(
@@ -507,7 +513,7 @@ def devices(
     quick: Annotated[
         bool, option(None, "Small sizes: checks the errors within seconds; timings mean little.", "--quick")
     ] = False,
-    json: Annotated[bool, option(None, "Print a JSON object instead.", "--json", heading=OUTPUT)] = False,
+    json: take.JsonOutput = False,
 ) -> None:
     """Test which attention kernels run here, and how fast."""
     with context.obj.loading():
@@ -529,5 +535,9 @@ def devices(
 
 app.command(
     cls=Command,
-    epilog="\b\nExamples:\n  massieu experiment list\n  massieu experiment precision\n  massieu experiment sink --quick",
+    epilog="\b\nExamples:\n"
+    "  massieu experiment list\n"
+    "  massieu experiment precision\n"
+    "  massieu experiment sink --quick\n"
+    "  massieu experiment list --json",
 )(experiment)

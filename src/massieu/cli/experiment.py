@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from rich import box
 from rich.console import Console
@@ -13,7 +14,7 @@ from massieu.foundation.numbers import counted
 from massieu.foundation.printable import visible
 from massieu.papers.experiments.prompts import PromptReading
 from massieu.papers.experiments.run import RESULTS, load
-from massieu.papers.experiments.study import Study, experiments
+from massieu.papers.experiments.study import Experiment, Study, experiments
 
 _WIDTH = 120
 _OUTCOMES = {"met": "met", "missed": "not met", "open": "open", "described": "–"}
@@ -31,11 +32,33 @@ def show_all() -> None:
     table.add_column("minutes", justify="right")
     table.add_column("last verdict", max_width=12)
     for name, entry in experiments().items():
-        stored = RESULTS / f"{name}.json"
-        last = load(stored) if stored.exists() else None
+        last = _stored(name)
         verdict = "–" if last is None else f"{last.verdict} ({last.made.get('date', 'no date')})"
         table.add_row(Text(name, "bold"), f"{entry.question} ({entry.claims})", f"{entry.minutes:g}", verdict)
     _console().print(table)
+
+
+def entries() -> list[dict[str, Any]]:
+    """Each experiment's question, cost and last verdict, as a list for JSON."""
+    return [_entry(name, experiment) for name, experiment in experiments().items()]
+
+
+def _entry(name: str, experiment: Experiment) -> dict[str, Any]:
+    last = _stored(name)
+    return {
+        "experiment": name,
+        "question": experiment.question,
+        "claims": experiment.claims,
+        "minutes": experiment.minutes,
+        "verdict": None if last is None else last.verdict,
+        "date": None if last is None else last.made.get("date"),
+    }
+
+
+def _stored(name: str) -> Study | None:
+    """The latest result at default size; None if there is none."""
+    path = RESULTS / f"{name}.json"
+    return load(path) if path.exists() else None
 
 
 def show(study: Study) -> None:

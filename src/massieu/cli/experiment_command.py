@@ -5,7 +5,8 @@ from typing import Annotated
 
 import typer
 
-from massieu.cli.options import option
+from massieu.cli.options import JsonOutput, option
+from massieu.cli.output import show_json
 from massieu.cli.processes import is_rank_zero, process_group
 from massieu.cli.streams import say, show
 from massieu.errors import InputError
@@ -33,6 +34,7 @@ def experiment(
     model: Annotated[
         str | None, option("MODEL", "wind-tunnel only: compare a language model with exact laws on prompts.")
     ] = None,
+    json: JsonOutput = False,
 ) -> None:
     """Train small models whose best prediction is known; test it."""
     seed_list = None if seeds is None else seeds_in(seeds)
@@ -54,17 +56,27 @@ def experiment(
     if name == LIST:
         with context.obj.loading():
             from massieu.cli import experiment as output
-        output.show_all()
+        if json:
+            show_json(output.entries())
+        else:
+            output.show_all()
     elif model is not None:
-        _prompts(context, name, model, quick, folder)
+        _prompts(context, name, model, quick, folder, json)
     elif tune:
-        _tune(context, name, [0] if seed_list is None else seed_list, quick, folder)
+        _tune(context, name, [0] if seed_list is None else seed_list, quick, folder, json)
     else:
-        _run(context, name, seed_list, quick, large, folder, resume)
+        _run(context, name, seed_list, quick, large, folder, resume, json)
 
 
 def _run(
-    context: typer.Context, name: str, seeds: list[int] | None, quick: bool, large: bool, folder: Path, resume: bool
+    context: typer.Context,
+    name: str,
+    seeds: list[int] | None,
+    quick: bool,
+    large: bool,
+    folder: Path,
+    resume: bool,
+    as_json: bool,
 ) -> None:
     with context.obj.loading():
         from massieu.cli import experiment as output
@@ -79,7 +91,9 @@ def _run(
         study, complete = run(
             name, seeds=seeds or SEEDS, quick=quick, large=large, out=folder, resume=resume, progress=progress
         )
-    if is_rank_zero():
+    if is_rank_zero() and as_json:
+        show_json(study.to_dict())
+    elif is_rank_zero():
         output.show(study)
         if study.runs:
             show(f"page: {folder / f'{study.stem}.html'}\nnumbers: {folder / f'{study.stem}.json'}")
@@ -88,30 +102,37 @@ def _run(
         raise typer.Exit(context.obj.status)
 
 
-def _tune(context: typer.Context, name: str, seeds: list[int], quick: bool, folder: Path) -> None:
+def _tune(context: typer.Context, name: str, seeds: list[int], quick: bool, folder: Path, as_json: bool) -> None:
     with context.obj.loading():
         from massieu.cli import experiment as output
         from massieu.papers.experiments.run import tune
 
     if len(seeds) != 1:
         raise InputError(f"--tune takes one seed, got {len(seeds)}")
-    output.show_tuning(tune(name, seed=seeds[0], quick=quick, out=folder))
+    losses = tune(name, seed=seeds[0], quick=quick, out=folder)
+    if as_json:
+        show_json(losses)
+        return
+    output.show_tuning(losses)
     show(f"numbers: {folder / f'{name}.tuning.json'}")
 
 
-def _prompts(context: typer.Context, name: str, model: str, quick: bool, folder: Path) -> None:
+def _prompts(context: typer.Context, name: str, model: str, quick: bool, folder: Path, as_json: bool) -> None:
     if name != _WITH_PROMPTS:
         raise InputError(f"--model works with the experiment {_WITH_PROMPTS} only, got {name}")
     with context.obj.loading():
         from massieu.cli import experiment as output
         from massieu.cli.language_model import next_word
-        from massieu.papers.experiments.prompts import PROMPTS, read_prompts, save_readings
+        from massieu.papers.experiments.prompts import PROMPTS, content_of, read_prompts, save_readings
         from massieu.storage.folder import tried
 
     with tried(folder, 1 << 16):  # The folder is tested before the model is loaded.
         predictor, tokenizer, model_name = next_word(model)
         readings = read_prompts(predictor, tokenizer, seeds=range(5 if quick else PROMPTS), progress=output.say_prompt)
         path = save_readings(readings, model_name, folder)
+    if as_json:
+        show_json(content_of(readings, model_name))
+        return
     output.show_readings(readings, model_name)
     show(f"numbers: {path}")
 

@@ -210,6 +210,7 @@ Head = Annotated[str, option("LAYER.HEAD", _HEAD, "--head", heading=MEASURED)]
 Site = Annotated[str | None, option("NAME", _SITE, heading=MEASURED)]
 Top = Annotated[int, option("N", _TOP, heading=OUTPUT)]
 Chat = Annotated[bool, option(None, _CHAT, "--chat", heading=DATA)]
+JsonOutput = Annotated[bool, option(None, "Print a JSON object instead.", "--json", heading=OUTPUT)]
 EveryRow = Annotated[bool, option(None, _EVERY_ROW, "--all")]
 
 

@@ -1,10 +1,13 @@
-"""The places of a command's files, tested before the work."""
+"""A command's files, whose places are tested before the work, and its JSON."""
 
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from json import dumps
 from pathlib import Path
+from typing import Any
 
+from massieu.cli.streams import show
 from massieu.errors import InputError, require_extra
 from massieu.foundation.files import is_special, linked_to
 from massieu.storage.writing import check_name
@@ -36,6 +39,13 @@ def result_folder(folder: Path, format: str, per_token: bool) -> Iterator[None]:
 
     with reserved(folder, RECORD, files_of(format, per_token), ROOM):
         yield
+
+
+def show_json(content: Any) -> None:
+    """Print an object or a list as JSON; a number that is not finite becomes null."""
+    from massieu.report.encode import encodable
+
+    show(dumps(encodable(content), indent=1, ensure_ascii=False, allow_nan=False))
 
 
 def check_page(path: Path) -> None:

@@ -164,10 +164,10 @@ def show_description(description: dict[str, Any]) -> None:
 @contextmanager
 def progress_shown() -> "Iterator[Callable[[ProbeProgress], None]]":
     """Show a progress bar with tokens per second, or one line for each stage if standard error is no terminal."""
-    from massieu.foundation import watching
+    from massieu.foundation.watching import watched
     from massieu.probing.session.progress import TokenRate, shown_progress
 
-    if watching.watched() is None:
+    if watched() is None:
         yield _Stages(TokenRate())
         return
     with shown_progress() as tell:

@@ -22,6 +22,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from massieu.foundation.arguments import check_shape, real_tensor, whole_number
+from massieu.foundation.doors import door
 from massieu.foundation.transforms import all_true, any_true, values_are_readable
 from massieu.foundation.values import need_batch
 from massieu.measures.hooks import Hooks
@@ -40,6 +41,16 @@ class DomainError(ValueError):
         ...     print(error)
         Exponential: eta is outside the domain, eta < rate = 1 in every coordinate
     """
+
+
+def _parameter(name: str, value: object) -> object:
+    """The value, if it is no measure; else a TypeError that says how two families are compared."""
+    if isinstance(value, Measure):
+        raise TypeError(
+            f"kl compares two parameters of one measure, got the measure {type(value).__name__} for {name}; two families "
+            "are compared by draws: measures.sampled_kl(p, eta_p, q, eta_q)"
+        )
+    return value
 
 
 class Measure(Hooks):
@@ -105,6 +116,7 @@ class Measure(Hooks):
         return measure._entropy(eta)
 
     @final
+    @door(eta_p=_parameter, eta_q=_parameter)
     def kl(
         self, eta_p: Float[Tensor, "*batch_query_event"], eta_q: Float[Tensor, "*batch_query_event"]
     ) -> Float[Tensor, "*batch_query"]:
@@ -113,12 +125,6 @@ class Measure(Hooks):
         This is the Bregman divergence B_A(eta_q, eta_p): the arguments change places. It is computed in forms that do
         not subtract nearly equal numbers: relative error 1e-5 in float32 down to ‖eta_p − eta_q‖ = 1e-6.
         """
-        for name, eta in (("eta_p", eta_p), ("eta_q", eta_q)):
-            if isinstance(eta, Measure):
-                raise TypeError(
-                    f"kl compares two parameters of one measure, got the measure {type(eta).__name__} for {name}; two "
-                    "families are compared by draws: measures.sampled_kl(p, eta_p, q, eta_q)"
-                )
         measure, eta_p, eta_q = self._admit(eta_p, eta_q=eta_q)
         measure._check_domain(eta_q)
         return measure._kl_to(eta_p, eta_q, eta_q - eta_p)

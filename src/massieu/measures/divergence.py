@@ -22,7 +22,17 @@ class SampledKLResult(NamedTuple):
     _repr_html_ = fields_html
 
 
-@door(p=MEASURE, q=MEASURE)
+def _parameter(name: str, value: object) -> object:
+    """The value, if it is no measure; else a TypeError that shows the order of the arguments."""
+    if isinstance(value, Measure):
+        raise TypeError(
+            f"{name} must be a parameter of the measure before it, got the measure {type(value).__name__}: "
+            "sampled_kl(p, eta_p, q, eta_q)"
+        )
+    return value
+
+
+@door(p=MEASURE, q=MEASURE, eta_p=_parameter, eta_q=_parameter)
 def sampled_kl(
     p: Measure,
     eta_p: Float[Tensor, "*batch_query_event"],

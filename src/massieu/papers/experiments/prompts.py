@@ -136,6 +136,11 @@ def _mean_reading(readings: Sequence[PromptReading]) -> PromptReading:
     )
 
 
+def content_of(readings: Sequence[PromptReading], model: str) -> dict[str, Any]:
+    """The readings of a model with their unit, as they are stored."""
+    return {"model": model, "unit": "bits", "readings": [asdict(reading) for reading in readings]}
+
+
 def save_readings(readings: Sequence[PromptReading], model: str, folder: Path) -> Path:
     """Write wind-tunnel.prompts.json, which replaces an earlier file in one step.
 
@@ -143,8 +148,7 @@ def save_readings(readings: Sequence[PromptReading], model: str, folder: Path) -
         InputError: it cannot be written there.
     """
     path = folder / "wind-tunnel.prompts.json"
-    content = {"model": model, "unit": "bits", "readings": [asdict(reading) for reading in readings]}
-    write_json(path, content, "the readings")
+    write_json(path, content_of(readings, model), "the readings")
     return path
 
 
