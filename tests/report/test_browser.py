@@ -46,6 +46,17 @@ def test_every_page_is_drawn_quietly_and_fits_its_width(
     assert red < 60 if theme == "dark" else red > 200
     assert page.run("window.hacked === undefined")
     assert_quiet(page)
+    assert_prints_whole(page, width)
+
+
+def assert_prints_whole(page: Page, width: int) -> None:
+    """No picture is broken between two sheets or wider than they are, and what waits for a click is left out."""
+    page.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": "print"})
+    pictures = "[...document.querySelectorAll('figure.overview, .plot, #map svg.main-svg')]"
+    assert page.run(f"{pictures}.length > 0")
+    assert page.run(f"{pictures}.every((part) => getComputedStyle(part).breakInside === 'avoid')")
+    assert page.run(f"{pictures}.every((part) => part.getBoundingClientRect().right <= {width})")
+    assert page.run("[...document.querySelectorAll('nav, #theme')].every((part) => part.offsetParent === null)")
 
 
 @pytest.mark.slow
