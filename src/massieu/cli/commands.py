@@ -340,13 +340,15 @@ def compare(
 @app.command(
     cls=Command,
     epilog="\b\nExamples:\n"
+    "  massieu attention 'The cat sat on the mat' --head 5.1\n"
     "  massieu attention gpt2 'The cat sat on the mat' --head 5.1\n"
     "  massieu attention ./checkpoint 'Why is the sky blue?' --chat --head 3.0 --out sky.svg",
 )
 def attention(
     context: typer.Context,
-    model: take.NamedModel,
-    prompt: take.ThePrompt,
+    model_or_prompt: take.ModelOrPrompt = None,
+    prompt: take.ThePrompt = None,
+    *,
     head: take.Head,
     site: take.Site = None,
     out: Annotated[
@@ -371,6 +373,7 @@ def attention(
     from massieu.cli.attention import HeadPicture, head_of
 
     layer, number = head_of(head)
+    model, prompt = inputs.model_and_prompt(model_or_prompt, prompt)
     inputs.check_prompt(prompt, {})
     if top < 1:
         raise InputError(f"--top must be at least 1, got {top}")

@@ -68,6 +68,20 @@ def check_prompt(prompt: str | None, others: dict[str, Any]) -> None:
     _refuse("a prompt is read by itself", others)
 
 
+def model_and_prompt(first: str | None, second: str | None) -> tuple[str | None, str]:
+    """The model, None for the default one, and the prompt: a sentence by itself is a prompt.
+
+    Raises:
+        InputError: there is none, but a single word or a folder, which may be a model's name.
+    """
+    if second is not None:
+        return first, second
+    if first is None or len(first.split()) < 2 or os.path.exists(first):
+        behind = "" if first is None else f", which is {first!r}"
+        raise InputError(f"there is no prompt: put one behind MODEL{behind}, or give a sentence alone")
+    return None, first
+
+
 def given_prompt(prompt: str | None, chat: bool) -> Any:
     """A prompt as `massieu.attention_weights` takes it."""
     return [{"role": "user", "content": prompt}] if chat else prompt

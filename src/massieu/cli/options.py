@@ -204,8 +204,8 @@ _HEAD = "Layer and head, counted from 0, such as 5.1."
 _SITE = "Attention module, where a layer has several; 'massieu describe' lists them."
 _TOP = "How many of the head's largest weights are printed."
 OnePrompt = Annotated[str | None, typer.Argument(metavar="PROMPT", help=_PROMPT, show_default=False)]
-NamedModel = Annotated[str, typer.Argument(metavar="MODEL", help=_MODEL.partition(" [")[0] + ".")]
-ThePrompt = Annotated[str, typer.Argument(metavar="PROMPT", help="The text to read.")]
+ModelOrPrompt = Annotated[str | None, typer.Argument(metavar="MODEL", help=_MODEL)]
+ThePrompt = Annotated[str | None, typer.Argument(metavar="PROMPT", help="The text to read.", show_default=False)]
 Head = Annotated[str, option("LAYER.HEAD", _HEAD, "--head", heading=MEASURED)]
 Site = Annotated[str | None, option("NAME", _SITE, heading=MEASURED)]
 Top = Annotated[int, option("N", _TOP, heading=OUTPUT)]

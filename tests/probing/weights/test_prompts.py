@@ -124,6 +124,20 @@ def test_weights_as_json(checkpoint, tmp_path):
     torch.testing.assert_close(torch.tensor(found["weights"]), own, rtol=0, atol=1e-6)
 
 
+def test_a_sentence_alone_is_read_by_the_default_model(tmp_path):
+    ran = run("attention", PROMPT, "--head", "5.1", "--out", tmp_path / "head.png", "--json")
+    assert ran.exit_code == 0, ran.output
+    found = json.loads(ran.stdout)
+    assert "the default model" in found["model"]
+    own = massieu.attention_weights(inputs=PROMPT, layers=5, heads=1).of_head(5, 1)[0]
+    torch.testing.assert_close(torch.tensor(found["weights"]), own, rtol=0, atol=1e-6)
+
+
+def test_a_sentence_without_a_model_in_python_is_told_from_a_name():
+    with pytest.raises(InputError, match="'The cat sat' was taken for the model, so write inputs= before it"):
+        massieu.attention_weights("The cat sat", layers=5)
+
+
 def test_a_probe_of_one_prompt(checkpoint, tmp_path):
     ran = run("probe", checkpoint, PROMPT)
     assert ran.exit_code == 0, ran.output
@@ -138,6 +152,11 @@ REFUSED = {
     "long head": (("attention", "gpt2", "a b", "--head", "0." + "9" * 5000), "a head is LAYER.HEAD"),
     "ending": (("attention", "gpt2", "a b", "--head", "5.1", "--out", "head.txt"), "ends in .png, .svg, .pdf"),
     "no weight": (("attention", "gpt2", "a b", "--head", "5.1", "--top", "0"), "--top must be at least 1, got 0"),
+    "nothing": (("attention", "--head", "5.1"), "there is no prompt: put one behind MODEL, or give a sentence alone"),
+    "a model alone": (
+        ("attention", "gpt2", "--head", "5.1"),
+        "put one behind MODEL, which is 'gpt2', or give a sentence",
+    ),
     "a file": (("probe", "gpt2", __file__), "is a file or folder; to read it, put --text before it"),
     "both": (("probe", "gpt2", "a b", "--text", "x.txt", "--quick"), "by itself: leave out --text, --quick"),
     "chat": (("probe", "gpt2", "--chat"), "--chat is about a prompt; give one behind MODEL"),

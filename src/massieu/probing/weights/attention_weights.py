@@ -64,7 +64,7 @@ def attention_weights(
     """
     wanted_layers = numbers_of("layers", layers)
     wanted_heads = numbers_of("heads", heads)
-    check_inputs(inputs)
+    check_inputs(model, inputs)
     reading = WeightsReading.create(model, inputs, tokenizer)
     chosen = reading.chosen(wanted_layers, wanted_heads)
     limit = _Limit(max_bytes, reading.sites, chosen)

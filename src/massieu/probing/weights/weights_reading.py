@@ -65,7 +65,7 @@ class WeightsReading:
         Raises:
             InputError: as `massieu.attention_weights`.
         """
-        check_inputs(inputs)
+        check_inputs(model, inputs)
         is_prompt = isinstance(inputs, str) or is_messages(inputs)
         module, name, tokenizer = _opened(given_model(model), tokenizer)
         check_evaluating(module.modules())
@@ -194,13 +194,14 @@ class WeightsReading:
         return names
 
 
-def check_inputs(inputs: Any) -> None:
+def check_inputs(model: Any, inputs: Any) -> None:
     """Raises:
     InputError: there is no prompt, or there are several.
     """
     if inputs is None:
+        taken = f"; {model!r} was taken for the model, so write inputs= before it" if isinstance(model, str) else ""
         raise InputError(
-            "attention is about a prompt or a batch; give a text, a list of messages, or a batch of tensors"
+            f"attention is about a prompt or a batch; give a text, a list of messages, or a batch of tensors{taken}"
         )
     if isinstance(inputs, list | tuple) and inputs and all(isinstance(each, str) for each in inputs):
         if len(inputs) == 1:
