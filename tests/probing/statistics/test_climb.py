@@ -15,7 +15,7 @@ from massieu.probing.reading.options import Options
 from massieu.probing.reading.reading import Reading
 from massieu.probing.statistics import climb as climb_file
 from massieu.probing.statistics import expansion as expansion_file
-from massieu.probing.statistics.climb import CONTROL_SHARE, MOVERS, PARTS, Climb
+from massieu.probing.statistics.climb import CONTROL_SHARE, MOVERS, PARTS, Climb, first_control_query
 from massieu.probing.statistics.registry import CLIMB, EXPANSION, MAPS, VALUES
 from massieu.probing.sums.units import Units
 
@@ -152,7 +152,7 @@ def test_selective_and_common_part_add_up_to_raw_log_z(case):
 def test_other_heads_writes(case):
     climb, layer, _ = case
     pairs = climb.pairs.value()
-    few = torch.arange(0, 20, CONTROL_SHARE)
+    few = torch.arange(3, 20, CONTROL_SHARE)
     for g in range(4):
         change, slope = layer.change(layer.writes[g])[0, 0], layer.slope(layer.writes[g])[0, 0]
         assert np.allclose(pairs[3, g], change[:, few].mean(-1), atol=1e-9)
@@ -163,6 +163,14 @@ def test_other_heads_writes(case):
     assert number == 3
     assert np.allclose(mean, others.mean(1))
     assert np.allclose(deviation, others.std(1, ddof=1))
+
+
+def test_control_queries_see_as_many_keys_as_the_others():
+    """Of sorted positions in a causal window, the mean number of keys is that of all, within half of the step."""
+    for count in range(1, 300):
+        chosen = range(count)[first_control_query(count) :: CONTROL_SHARE]
+        assert chosen
+        assert abs(sum(chosen) / len(chosen) - (count - 1) / 2) <= CONTROL_SHARE / 2
 
 
 def test_attention_update_with_and_without_output_bias(case):
@@ -356,6 +364,19 @@ def test_pieces_of_bounded_size_are_one_row_with_the_same_numbers(monkeypatch):
         assert climb.steps.error_unit()[1] == 1
     for mine, expected in zip(_sums_of(reading), whole, strict=True):
         np.testing.assert_allclose(mine, expected, rtol=1e-10, atol=1e-13)
+
+
+@pytest.mark.medium
+def test_a_last_piece_that_is_too_short_for_a_control_query_joins_the_one_before(monkeypatch):
+    model, batch = zoo.model("gpt2", num_hidden_layers=1), zoo.inputs("gpt2", rows=1, seed=0)
+    short = {name: rows[:, :18] for name, rows in batch.items()}
+    whole = massieu.probe(model, [short], statistics=["climb"], draws=2).heads
+    pieces, sums = [], Climb.sums
+    monkeypatch.setattr(Climb, "sums", lambda self: (pieces.append(len(self.positions)), sums(self))[1])
+    monkeypatch.setattr(climb_file, "NUMBERS_PER_PIECE", 1)
+    split = massieu.probe(model, [short], statistics=["climb"], draws=2).heads
+    assert set(zip(pieces[::2], pieces[1::2], strict=True)) == {(8, 10)}
+    np.testing.assert_allclose(split["value"], whole["value"], rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.medium

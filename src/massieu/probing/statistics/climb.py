@@ -321,7 +321,20 @@ def measure_climb(
     width = replay.read.call.query.shape[1] * len(replay.read.residual) * replay.read.residual.shape[-1]
     # A multiple of CONTROL_SHARE, so that the control queries do not depend on how the positions are split.
     positions_per_piece = max(NUMBERS_PER_PIECE // width // CONTROL_SHARE, 1) * CONTROL_SHARE
-    return [Climb(replay, step, piece, generator).sums() for piece in positions.split(positions_per_piece)]
+    first_control = first_control_query(len(positions))
+    pieces = list(positions.split(positions_per_piece))
+    if len(pieces) > 1 and len(pieces[-1]) <= first_control:
+        pieces[-2:] = [torch.cat(pieces[-2:])]  # no piece is without a control query
+    return [Climb(replay, step, piece, generator, first_control).sums() for piece in pieces]
+
+
+def first_control_query(count: int) -> int:
+    """The first of the control queries among so many: in the middle of the first eight, or of all if they are fewer.
+
+    Positions are sorted, and in a causal window the first see few keys: beginning with the first would give the controls
+    fewer keys on average than what they are compared with.
+    """
+    return max(min(CONTROL_SHARE, count) - 1, 0) // 2
 
 
 def log_partition_gradient(replay: Replay, positions: Int[Tensor, " S"]) -> Float[Tensor, "B S D"]:
@@ -348,7 +361,12 @@ class Climb:
     """
 
     def __init__(
-        self, replay: Replay, step: Step, positions: Int[Tensor, " S"], generator: torch.Generator | None
+        self,
+        replay: Replay,
+        step: Step,
+        positions: Int[Tensor, " S"],
+        generator: torch.Generator | None,
+        first_control: int,
     ) -> None:
         read = replay.read
         assert read.residual is not None
@@ -360,7 +378,7 @@ class Climb:
         self.landscape = _Landscape.of(self.call)
         self.generator = generator
         self.update = attention_update(read, step)[:, positions]
-        self.control_queries = torch.arange(0, len(positions), CONTROL_SHARE, device=positions.device)
+        self.control_queries = torch.arange(len(positions), device=positions.device)[first_control::CONTROL_SHARE]
 
     def sums(self) -> ClimbSums:
         """What these positions add to the running results."""
