@@ -65,3 +65,11 @@ def test_an_array_is_rounded_to_digits_as_decimal_numbers_are(values, digits):
 def test_numbers_that_json_cannot_hold_are_null_in_an_array():
     assert json_value(np.array([[1.26, np.nan], [np.inf, -0.001234]]), 2) == [[1.3, None], [None, -0.0012]]
     assert json_value(np.array([1, 2])) == [1, 2]
+
+
+def test_no_finite_number_is_rounded_to_infinity():
+    largest = np.finfo(np.float64).max  # 1.7977e308, which two digits would make 1.8e308
+    for sign in (1, -1):
+        assert json_value(sign * largest, 2) == sign * largest
+        assert json_value(np.array([sign * largest, 1.26]), 2) == [sign * largest, 1.3]
+    assert json_value(1.73e308, 2) == 1.7e308

@@ -404,7 +404,7 @@ def json_value(value: Any, digits: int | None = None) -> Any:
     if isinstance(value, float):
         if not math.isfinite(value):
             return None
-        return float(value) if digits is None else float(f"{value:.{digits}g}")
+        return float(value) if digits is None else _rounded(value, digits)
     if isinstance(value, list | tuple):
         return [json_value(item, digits) for item in value]
     if isinstance(value, dict):
@@ -412,6 +412,12 @@ def json_value(value: Any, digits: int | None = None) -> Any:
     if isinstance(value, np.ndarray):
         return _listed(value, digits)
     return json_value(value.item(), digits) if isinstance(value, np.generic) else value
+
+
+def _rounded(number: float, digits: int) -> float:
+    """The number to so many significant digits; as it is, if that would be beyond the largest float."""
+    rounded = float(f"{number:.{digits}g}")
+    return rounded if math.isfinite(rounded) else float(number)
 
 
 def _listed(array: np.ndarray, digits: int | None) -> Any:
@@ -431,7 +437,7 @@ def _listed(array: np.ndarray, digits: int | None) -> Any:
         down = np.where(places > 0, 1.0, power)
         rounded = np.rint(array * up / down) / up * down
         as_text = finite & ~is_exact
-        rounded[as_text] = [float(f"{number:.{digits}g}") for number in array[as_text].tolist()]
+        rounded[as_text] = [_rounded(number, digits) for number in array[as_text].tolist()]
         array = rounded
     if finite.all():
         return array.tolist()
