@@ -31,6 +31,7 @@ def test_a_name_is_a_checkpoint_of_which_nothing_else_is_said():
         (lambda: massieu.Checkpoint("a", revision=3), "revision must be a string, got 3"),
         (lambda: massieu.Checkpoint("a", dtype=torch.float32), "dtype must be a string, got dtype"),
         (lambda: massieu.Checkpoint("a", dtype="int8"), "unknown dtype 'int8'; known are float32, bfloat16"),
+        (lambda: massieu.Checkpoint(" "), "the model's name is empty; leave it out for the default model"),
         (lambda: massieu.Checkpoint("a", device=1), "device must be a string, got 1"),
         (lambda: massieu.Checkpoint("a", device_map=3), "device_map must be \"auto\" or a mapping"),
         (lambda: massieu.Checkpoint("a", device="cpu", device_map={"": "cpu"}), "either a device or a device map"),

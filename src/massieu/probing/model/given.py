@@ -34,8 +34,8 @@ class Checkpoint:
         trust_remote_code: whether Python code that comes with the model, its tokenizer or its processor may run.
 
     Raises:
-        InputError: a field of another type; an unknown dtype; both a device and a device map. That there is no such model
-            is known when it is loaded.
+        InputError: a field of another type; an empty name; an unknown dtype; both a device and a device map. That there is
+            no such model is known when it is loaded.
 
     Example:
         >>> import massieu
@@ -66,6 +66,8 @@ class Checkpoint:
             adapter=path,
             trust_remote_code=flag,
         )
+        if isinstance(self.name, str) and not self.name.strip():
+            raise InputError("the model's name is empty; leave it out for the default model")
         object.__setattr__(self, "dtype", _SHORT_NAMES.get(self.dtype or "", self.dtype))
         if self.dtype is not None and self.dtype not in DTYPES:
             raise InputError(f"unknown dtype {self.dtype!r}; known are {', '.join(DTYPES)}")
