@@ -20,6 +20,8 @@ from massieu.measures import Atoms, Measure
 
 MOST_PRODUCTS = 1 << 30
 """Products of numbers for which it is tried whether patterns overlap: below a second on one core."""
+MOST_PAIRS = 1 << 24
+"""Pairs of patterns for which it is tried: several matrices of this size are in memory at once, 64 MiB each in float32."""
 
 
 class HopfieldEnergy(Energy):
@@ -76,7 +78,8 @@ class HopfieldEnergy(Energy):
         Warns:
             OverlapWarning: it is not sure that descent from a pattern stays near it at this scale. The message names a scale
                 at which it does, within half the separation Δ of `massieu.energy.bounds` over the distance to another one.
-                Tried for tensors of patterns on the CPU that do not train, under the identity, if N²·d is at most 2³⁰.
+                Tried for tensors of patterns on the CPU that do not train, under the identity, if N² is at most 2²⁴ and N²·d
+                at most 2³⁰.
 
         Raises:
             ValueError: no pattern, a NaN, a scale that is not positive or does not broadcast, a reference on another space.
@@ -218,7 +221,8 @@ def _warn_of_overlap(
     ball keeps its states if that sum is at most ρ. Tried with ρ = min_j Δ_ij/(2r_ij), where no exponent is below half its Δ.
     """
     number, size = patterns.shape[-2:]
-    is_cheap = patterns.device.type == "cpu" and patterns.numel() * number <= MOST_PRODUCTS
+    pairs = patterns.shape[:-1].numel() * number
+    is_cheap = patterns.device.type == "cpu" and pairs <= MOST_PAIRS and pairs * size <= MOST_PRODUCTS
     if number < 2 or not size or not is_cheap or in_functorch() or not values_are_readable(patterns, scale):
         return
     if may_be_differentiated(patterns, scale):
