@@ -163,7 +163,8 @@ def test_a_wrong_kernel_is_found_out_and_said_once(installed, moment):
 
 
 def test_it_is_preferred():
-    assert [backend.name for backend in MODULE._registry(("entropy",))] == ["triton", "blocks", "reference"]
+    names = [backend.name for backend in MODULE._registry(("entropy",))]
+    assert names == ["triton", "compiled", "blocks", "reference"] == list(MODULE.BACKENDS)
 
 
 # --- rows ------------------------------------------------------------------------------------------------------------

@@ -105,11 +105,11 @@ def moments(names: Names, problem: AttentionProblem) -> tuple[Tensor, ...]:
     """The moments of these names, each ``(B, Hk, G, L)``, and the output where there are values."""
     if counts_keys(problem):
         pairs_per_thread = max(FEWEST_PAIRS, ROWS * min(KEYS, problem.key.shape[2]))
-        return _run(Plan.of(problem, pairs_per_thread, buffers=2, keys=KEYS), MOMENTS, names, _counted)
-    return _run(Plan.of(problem, WEIGHTED_PAIRS_PER_THREAD, buffers=3), WEIGHTED, names, _weighted)
+        return run(Plan.of(problem, pairs_per_thread, buffers=2, keys=KEYS), MOMENTS, names, counted)
+    return run(Plan.of(problem, WEIGHTED_PAIRS_PER_THREAD, buffers=3), WEIGHTED, names, _weighted)
 
 
-def _run(
+def run(
     plan: Plan, formulas: dict[str, Formula], names: Names, sums_of: Callable[[Slab, Set[str]], Sums]
 ) -> tuple[Tensor, ...]:
     """Moments from sums.
@@ -137,7 +137,7 @@ def _empty_sums(slab: Slab, names: Set[str]) -> Sums:
     return sums
 
 
-def _counted(slab: Slab, needed: Set[str]) -> Sums:
+def counted(slab: Slab, needed: Set[str]) -> Sums:
     """The sums where every visible key counts the same."""
     sums = {"count": slab.per_query(slab.seen.count).clamp_min(1)}
     sums |= _empty_sums(slab, needed)
@@ -184,7 +184,7 @@ def _with_tile(before: Sums | None, tile: Tile, needed: Set[str]) -> Sums:
         scores.sub_(sums["mean"] - sums["top"])
         tile.clear(scores)
         sums["spread"] = torch.linalg.vector_norm(scores, dim=-1, keepdim=True)
-    return sums if before is None else _merged(before, sums, fall)
+    return sums if before is None else merged(before, sums, fall)
 
 
 def _exponential_sums(tile: Tile, needed: Set[str], kept: Tensor | None) -> Sums:
@@ -207,7 +207,7 @@ def _exponential_sums(tile: Tile, needed: Set[str], kept: Tensor | None) -> Sums
     return sums
 
 
-def _merged(before: Sums, new: Sums, fall: Tensor | None) -> Sums:
+def merged(before: Sums, new: Sums, fall: Tensor | None) -> Sums:
     """The sums over two sets of keys.
 
     Args:
@@ -230,9 +230,10 @@ def _merged(before: Sums, new: Sums, fall: Tensor | None) -> Sums:
             sums["second"] = new["second"] + kept * second
         if "position" in new:
             sums["position"] = torch.where(before["top"] < new["top"], new["position"], before["position"])
+    if "count" in new:
+        sums["count"] = before["count"] + new["count"]
     if "mean" in new:
         # Means and sums of squares of two samples (Chan, Golub and LeVeque, 1983).
-        sums["count"] = before["count"] + new["count"]
         share = new["count"] / sums["count"].clamp_min(1)
         difference = new["mean"] - before["mean"]
         sums["mean"] = before["mean"] + share * difference

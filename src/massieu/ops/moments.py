@@ -15,12 +15,13 @@ from massieu.foundation.short_repr import fields_html, fields_repr
 from massieu.foundation.transforms import in_autocast_dtype
 from massieu.ops import backends, band, moment_blocks, packed_rows, reference, tiles
 from massieu.ops import sink as with_sink
+from massieu.ops.compiled.moments import CompiledMoments
 from massieu.ops.cuda.triton_moments import TritonMoments
 from massieu.ops.documents import Documents
 from massieu.ops.observed import ObservedAttention, tell
 from massieu.ops.shapes import AttentionProblem, Scale, Sink, Window, check_problem
 
-MomentsBackend = Literal["auto", "reference", "triton", "blocks"]
+MomentsBackend = Literal["auto", "reference", "triton", "compiled", "blocks"]
 
 Moment = TypeVar("Moment", Float[Tensor, "*query"], Float[Tensor, "*query"] | None)
 
@@ -120,9 +121,10 @@ def attention_moments(
     """Log-partition, entropy and moments of the scores of every query, in memory linear in queries and keys.
 
     Without gradient (under `torch.no_grad`, or no argument requires it) on the CPU this costs about as much as fused
-    attention, and less for fewer moments. On CUDA the same tiles are larger, and cost many times as much as fused
-    attention; "triton" costs about twice as much as it. With a gradient, forward mode or a `torch.func` transform, and on
-    other devices, the reference computes all moments, differentiable any number of times.
+    attention where there is a C compiler, and up to three times as much where there is none. On CUDA the same tiles are
+    larger, and cost many times as much as fused attention; "triton" costs about twice as much as it. With a gradient,
+    forward mode or a `torch.func` transform, and on other devices, the reference computes all moments, differentiable any
+    number of times.
 
     Args:
         query, key, value, log_weight, scale, is_causal, window, query_offset, documents, softcap, sink, sink_value: as in
@@ -132,6 +134,9 @@ def attention_moments(
         backend: `moments_backend` says what "auto" takes.
 
             - "reference": plain operations in blocks of queries;
+            - "compiled": tiles on the CPU whose sums are compiled code, without gradient, in float32 and half precision. A C
+              compiler makes it in about a second, once for each kind of processor, and it is kept in the user's cache
+              (``$XDG_CACHE_HOME/massieu`` or ``~/.cache/massieu``). It takes boolean log-weights only;
             - "blocks": tiles that stay in cache, without gradient;
             - "triton": one pass over the keys on CUDA, compiled in about 2 s once. Weights are rounded to the values' dtype
               for the output, as fused attention does. It takes boolean log-weights only.
@@ -273,7 +278,8 @@ def moments_backend(
     """The backend that ``attention_moments(..., backend="auto")`` takes.
 
     - "triton" on CUDA, where it can take this call.
-    - "blocks" on the CPU, and else on CUDA.
+    - "compiled" on the CPU, where it can take this call and there is a C compiler.
+    - "blocks" on the CPU and on CUDA else.
     - "reference" where neither works: gradients, transforms, other devices.
 
     A window, soft cap or sink makes no difference.
@@ -296,12 +302,14 @@ def _registry(names: tuple[str, ...], device: torch.device | None = None) -> tup
     """Backends in order of preference; of a device, those that may run there."""
     blocks = tiles.Blocks(partial(moment_blocks.moments, names))
     by_reference = reference.Reference(partial(_by_reference, names))
+    if device is not None and device.type == CompiledMoments.device_type:
+        return CompiledMoments(names), blocks, by_reference
     if device is not None and device.type != TritonMoments.device_type:
         return blocks, by_reference
-    return TritonMoments(names), blocks, by_reference
+    return TritonMoments(names), CompiledMoments(names), blocks, by_reference
 
 
-BACKENDS = ("triton", "blocks", "reference")
+BACKENDS = ("triton", "compiled", "blocks", "reference")
 
 
 def _by_reference(names: tuple[str, ...], problem: AttentionProblem) -> tuple[Tensor, ...]:

@@ -241,6 +241,11 @@ class Slab:
             return None
         return (1 - self.seen.keep) * HIDDEN
 
+    @cached_property
+    def is_hidden(self) -> Tensor | None:
+        """Whether a pair is hidden, of the same shape."""
+        return None if self.seen.keep is None else self.seen.keep == 0
+
     def tiles(self) -> Iterator["Tile"]:
         """The (soft-capped) scores of a few heads at a time, in buffers that the next tile reuses.
 
@@ -342,9 +347,20 @@ class Tile:
         if self.slab.product is not None:
             self.slab.product[self.heads].div_(total)
 
+    @property
+    def is_mixed(self) -> bool:
+        """Whether some of its queries see a key that others do not."""
+        return self.slab.seen.keep is not None and self._mixed_keys() is not None
+
     def hide(self) -> None:
         """Lower the scores of hidden pairs far below all others."""
         self._change_mixed(self.scores, Tensor.add_, self.slab.hidden)
+
+    def fill_hidden(self, score: float) -> None:
+        """Set the scores of hidden pairs, whatever they are."""
+        self._change_mixed(
+            self.scores, lambda numbers, hidden: numbers.masked_fill_(hidden, score), self.slab.is_hidden
+        )
 
     def clear(self, numbers: Tensor) -> None:
         """Set a buffer of the tile to 0 at hidden pairs."""

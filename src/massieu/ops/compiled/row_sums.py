@@ -1,0 +1,152 @@
+"""The sums of moments over a tile's keys, by the compiled code: the counterpart of the tensor operations of `moment_blocks`."""
+
+import ctypes
+import functools
+from collections.abc import Callable, Sequence, Set
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from massieu.ops.compiled.library import library
+
+SUMS = ("top", "count", "mean", "spread", "total", "square", "first", "second")
+"""The sums in the order in which the code writes them."""
+# What a call asks for; the same numbers stand in row_sums.c.
+EXPONENTIALS, SPREAD, WEIGHTS, MASKED = 1, 2, 4, 8
+WITH_EXPONENTIALS = {"total", "square", "first", "second"}
+LEAST_ROWS = 32
+"""Rows for which another thread is worth its start."""
+
+
+@dataclass(frozen=True)
+class RowSums:
+    """The sums of some heads' queries."""
+
+    numbers: Tensor
+    """(8, heads, rows, 1), float32 and contiguous."""
+    sums: dict[str, Tensor]
+    """The same by name, each (heads, rows, 1)."""
+    position: Tensor
+    """The first key that has the largest score, (heads, rows, 1), int32; any number where that score is not a number."""
+
+    @staticmethod
+    def empty(shape: Sequence[int], like: Tensor) -> "RowSums":
+        """Room for the sums of (heads, rows), not filled."""
+        numbers = like.new_empty(len(SUMS), *shape, 1)
+        position = numbers.new_empty(*shape, 1, dtype=torch.int32)
+        return RowSums(numbers, dict(zip(SUMS, numbers.unbind(), strict=True)), position)
+
+    def named(self, name: str) -> Tensor:
+        """One of them, or the position."""
+        return self.position if name == "position" else self.sums[name]
+
+    def write(
+        self,
+        scores: Tensor,
+        before: Tensor | None,
+        head: int,
+        masked: bool,
+        names: Set[str],
+        weights: bool,
+        threads: Executor | None,
+    ) -> None:
+        """Write the sums over the keys of some heads.
+
+        Args:
+            scores: (h, rows, keys), float32 and contiguous.
+            before: largest scores of the rows over keys before these, (h, rows, 1), contiguous; None where there are none.
+            head: the first of the heads here.
+            masked: whether a score of −∞ is that of a hidden pair; else every pair is visible.
+            names: of the sums that are needed; others may not be written.
+            weights: whether exp(score − top) takes the place of the scores.
+            threads: what shares the rows; None for this thread alone.
+        """
+        what = EXPONENTIALS * (weights or not names.isdisjoint(WITH_EXPONENTIALS))
+        what |= SPREAD * (what > 0 or "spread" in names)
+        what |= WEIGHTS * weights
+        what |= MASKED * masked
+        heads, length, keys = scores.shape
+        rows = heads * length
+        stride = self.position.numel()
+        skipped = 4 * head * length  # bytes of the heads before
+        addresses = (
+            scores.data_ptr(),
+            None if before is None else before.data_ptr(),
+            self.numbers.data_ptr() + skipped,
+            self.position.data_ptr() + skipped,
+        )
+        function = _function()
+
+        def of_rows(start: int, stop: int) -> None:
+            function(*addresses, start, stop, keys, stride, what)
+
+        _shared(of_rows, rows, threads)
+
+
+def _shared(of_rows: Callable[[int, int], None], rows: int, threads: Executor | None) -> None:
+    """Do some rows in each thread, the last of them in this one."""
+    count = 1 if threads is None else max(1, min(torch.get_num_threads(), rows // LEAST_ROWS))
+    *parts, own = pairwise([rows * part // count for part in range(count + 1)])
+    others = [] if threads is None else [threads.submit(of_rows, *part) for part in parts]
+    of_rows(*own)
+    for other in others:
+        other.result()
+
+
+@functools.cache
+def _function() -> Any:
+    """The code as a function of addresses and numbers."""
+    loaded = library()
+    assert not isinstance(loaded, str), loaded
+    function = loaded.massieu_row_sums
+    function.argtypes = [ctypes.c_void_p] * 4 + [ctypes.c_int64] * 4 + [ctypes.c_int32]
+    function.restype = None
+    return function
+
+
+@functools.cache
+def failure() -> str | None:
+    """Why the code cannot be used on this machine: it is not there, or its sums are wrong. None if it can."""
+    loaded = library()
+    if isinstance(loaded, str):
+        return loaded
+    return _wrong_sum()
+
+
+def _wrong_sum() -> str | None:
+    """A phrase about the first sum that is off by more than rounding, on a small tile; None if all are right."""
+    # Ten keys after the last whole register of any size, and scores from which every second pair is hidden.
+    rows, keys = 6, 90
+    scores = torch.sin(torch.arange(rows * keys) * 1.7).reshape(1, rows, keys) * 9
+    scores[..., ::2] = -torch.inf
+    exact = _exact_sums(scores[..., 1::2].double())
+    found_sums = RowSums.empty((1, rows), scores)
+    found_sums.write(scores, None, 0, True, set(SUMS), False, None)
+    for name, found in found_sums.sums.items():
+        error = float((found - exact[name]).abs().max())
+        # The sums are of at most a few hundred terms, which rounding to float32 changes by at most 2⁻²⁴ of their size.
+        if not error <= keys * torch.finfo(torch.float32).eps * max(1.0, float(exact[name].abs().max())):
+            return f"its sum {name!r} is off by {error:.1e} on this machine"
+    wanted = 2 * scores[..., 1::2].argmax(-1, keepdim=True) + 1
+    return None if torch.equal(found_sums.position.long(), wanted) else "it finds another largest score on this machine"
+
+
+def _exact_sums(scores: Tensor) -> dict[str, Tensor]:
+    """The same sums in plain operations."""
+    top, mean = scores.amax(-1, keepdim=True), scores.mean(-1, keepdim=True)
+    x = scores - top
+    weight = x.exp()
+    return {
+        "top": top,
+        "count": torch.full_like(top, scores.shape[-1]),
+        "mean": mean,
+        "spread": (scores - mean).norm(dim=-1, keepdim=True),
+        "total": weight.sum(-1, keepdim=True),
+        "square": weight.norm(dim=-1, keepdim=True),
+        "first": (weight * x).sum(-1, keepdim=True),
+        "second": (weight * x.square()).sum(-1, keepdim=True),
+    }
