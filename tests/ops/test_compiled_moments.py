@@ -2,6 +2,7 @@
 
 import ctypes
 import math
+import os
 import subprocess
 import sys
 
@@ -15,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from massieu import ops
-from massieu.ops.compiled import library, row_sums
+from massieu.ops.compiled import library, moments, row_sums
 from massieu.ops.moments import NAMES, MomentsResult
 
 pytestmark = pytest.mark.needs("compiler")
@@ -83,6 +84,24 @@ def test_threads_change_no_bit(option):
     for name, one, other in zip(NAMES, *(result[1:] for result in results), strict=True):
         # The products of scores may differ by a rounding, as PyTorch shares them too.
         torch.testing.assert_close(one, other, atol=20 * EPS * 30, rtol=0, msg=name)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
+def test_a_forked_process_has_threads_of_its_own():
+    """Those of its parent are not there, and would be waited for for ever."""
+    tensors = inputs(170, 53)[:2]
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        wanted = ops.attention_moments(*tensors, backend="compiled", moments=["entropy"]).entropy
+        child = os.fork()
+        if child == 0:
+            threads = moments._threads()
+            os._exit(0 if threads is not None and threads.submit(lambda: True).result(60) else 1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    finally:
+        torch.set_num_threads(before)
+    assert wanted is not None and wanted.isfinite().all()
 
 
 @every_row("keys", [1, 3, 4, 7, 8, 15, 16, 17, 31, 33, 1023, 1024, 1025, 2049])

@@ -1,10 +1,10 @@
 """Moments of attention's weights in tiles whose sums are compiled code: the CPU's counterpart of the kernel in Triton."""
 
-from collections.abc import Iterator, Set
+import functools
+import os
+from collections.abc import Set
 from concurrent.futures import Executor, ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -57,19 +57,19 @@ class CompiledMoments:
     def forward(self, problem: AttentionProblem, *others: Tensor) -> tuple[Tensor, ...]:
         """The moments ``(B, Hk, G, L)``, and the output where there are values."""
         plan = Plan.of(problem, PAIRS_PER_THREAD, buffers=1, keys=moment_blocks.KEYS)
-        with _threads() as threads:
-            return moment_blocks.run(plan, moment_blocks.MOMENTS, self._names, partial(_sums, threads))
+        return moment_blocks.run(plan, moment_blocks.MOMENTS, self._names, functools.partial(_sums, _threads()))
 
 
-@contextmanager
-def _threads() -> Iterator[Executor | None]:
-    """As many threads as PyTorch uses; None for this one alone."""
+def _threads() -> Executor | None:
+    """As many threads as PyTorch uses beside this one; None where it uses no other."""
     count = torch.get_num_threads()
-    if count == 1:
-        yield None
-        return
-    with ThreadPoolExecutor(count - 1, thread_name_prefix="massieu-row-sums") as threads:
-        yield threads
+    return None if count == 1 else _pool(count - 1, os.getpid())
+
+
+@functools.lru_cache(maxsize=1)
+def _pool(count: int, process: int) -> Executor:
+    """Threads that wait for rows, until another number is wanted; a process that was forked has its own."""
+    return ThreadPoolExecutor(count, thread_name_prefix="massieu-row-sums")
 
 
 def _sums(threads: Executor | None, slab: Slab, needed: Set[str]) -> Sums:
