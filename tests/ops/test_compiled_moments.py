@@ -113,7 +113,7 @@ def test_every_rest_of_a_register(keys):
             for weights in (False, True):
                 found = row_sums.RowSums.empty((1, 3), some)
                 tile = some.clone()
-                found.write(tile, None, 0, masked, names, weights, None)
+                found.write(tile, None, 0, None, masked, names, weights, None)
                 exact = some.double()
                 visible = exact > -math.inf
                 count = visible.sum(-1, keepdim=True)
@@ -141,7 +141,7 @@ def test_the_exponential_to_two_units_in_the_last_place():
     x = torch.linspace(-87, 0, 200_003)
     found = row_sums.RowSums.empty((1, 1), x)
     tile = x.clone()[None, None]
-    found.write(tile, None, 0, False, {"total"}, True, None)
+    found.write(tile, None, 0, None, False, {"total"}, True, None)
     assert float((tile.double() / x.double().exp() - 1).abs().max()) <= 2 * EPS
 
 

@@ -24,6 +24,10 @@ PAIRS_PER_THREAD = 1 << 18
 a core."""
 
 
+MOST_QUERIES = 1 << 18
+"""Queries of a slab, all heads counted, without a mask: the numbers of each are in memory at once."""
+
+
 @dataclass(frozen=True)
 class Blocks:
     """A backend that works in tiles."""
@@ -133,6 +137,8 @@ class Plan:
                 slab_results.append(slab.product)
             # Without `keep` every query of the slab sees all keys of it.
             sees_no_key = None if slab.seen.keep is None else slab.seen.count == 0
+            if sees_no_key is not None and can_sync(query.device) and not bool(sees_no_key.any()):
+                sees_no_key = None
             for result, numbers, empty_value in zip(results, slab_results, empty_values, strict=True):
                 part = slab.of(result)
                 part.copy_(numbers.view(part.shape))
@@ -145,7 +151,6 @@ class Plan:
         problem = self.problem
         batch, key_heads, group, length, _ = problem.query.shape
         keys = self.keys
-        items = max(1, self.capacity // (key_heads * group * length * keys))
         rows = length
         weight = problem.log_weight
         if problem.band is not None or (weight is not None and weight.shape[3] > 1):
@@ -156,7 +161,13 @@ class Plan:
             rows = min(rows, short if problem.query.device.type == "cpu" else max(short, full))
         # A tile has one key head at least, with all query heads that share it.
         rows = min(rows, max(1, self.capacity // (group * keys)))
-        for batch_slice in slices(batch, items if rows == length else 1):
+        if weight is None:
+            items = max(1, MOST_QUERIES // (key_heads * group * rows))
+        elif rows == length:
+            items = max(1, self.capacity // (key_heads * group * length * keys))
+        else:
+            items = 1
+        for batch_slice in slices(batch, items):
             for row_slice in slices(length, rows):
                 seen = _visible(problem, batch_slice, row_slice)
                 if seen.last > seen.first:
@@ -242,6 +253,22 @@ class Slab:
         return (1 - self.seen.keep) * HIDDEN
 
     @cached_property
+    def ranges(self) -> Tensor | None:
+        """For each query the first key that it sees, and the one after the last, counted from `seen.first`: (rows, 2), int32.
+
+        None where more than the band decides what a query sees.
+        """
+        problem = self.plan.problem
+        if problem.band is None or problem.log_weight is not None:
+            return None
+        low, high = problem.band
+        keys = problem.key.shape[2]
+        query = torch.arange(self.rows.start, self.rows.stop, dtype=torch.int32)
+        first = torch.zeros_like(query) if low is None else (query + low).clamp_(0, keys)
+        end = (query + high + 1).clamp_(0, keys)
+        return torch.stack([first, torch.maximum(first, end)], 1) - self.seen.first
+
+    @cached_property
     def is_hidden(self) -> Tensor | None:
         """Whether a pair is hidden, of the same shape."""
         return None if self.seen.keep is None else self.seen.keep == 0
@@ -257,8 +284,8 @@ class Slab:
         softcap = self.plan.problem.softcap
         assert isinstance(scale, float)
         factor = scale if softcap is None else scale / softcap
-        # Several items are only taken together when all their heads fit.
-        fewest_heads = count if self.shape[0] > 1 else 1
+        # Of several items with a mask only all heads together: their part of it has a dimension of items.
+        fewest_heads = count if self.shape[0] > 1 and self.plan.problem.log_weight is not None else 1
         # Where a slab has fewer queries than it may, a tile has room for more keys. Tiles of the same heads are of about
         # equal length, as a short last one would take nearly as long as a full one.
         most_keys = max(self.plan.keys, self.plan.capacity // (fewest_heads * rows))
@@ -361,6 +388,15 @@ class Tile:
         self._change_mixed(
             self.scores, lambda numbers, hidden: numbers.masked_fill_(hidden, score), self.slab.is_hidden
         )
+
+    def ranges(self) -> Tensor | None:
+        """For each query of the slab the tile's first key that it sees, and the one after the last: (rows, 2), int32.
+
+        None where a mask decides, or each query sees all keys of the tile.
+        """
+        if self.slab.ranges is None or not self.is_mixed:
+            return None
+        return (self.slab.ranges - self.keys.start).clamp_(0, self.keys.stop - self.keys.start)
 
     def clear(self, numbers: Tensor) -> None:
         """Set a buffer of the tile to 0 at hidden pairs."""

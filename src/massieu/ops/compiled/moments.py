@@ -96,9 +96,12 @@ def _write(
     tile: Tile, before: Tensor | None, into: RowSums, head: int, needed: Set[str], threads: Executor | None
 ) -> None:
     """Write the sums over a tile's keys, relative to the largest score of these and the keys before, from a head on."""
-    tile.fill_hidden(-torch.inf)
+    ranges = tile.ranges()
+    masked = ranges is None and tile.is_mixed
+    if masked:
+        tile.fill_hidden(-torch.inf)
     weights = tile.slab.product is not None
-    into.write(tile.scores, before, head, tile.is_mixed, needed, weights, threads)
+    into.write(tile.scores, before, head, ranges, masked, needed, weights, threads)
 
 
 def _merge(tile: Tile, rows: RowSums, needed: Set[str], threads: Executor | None) -> None:

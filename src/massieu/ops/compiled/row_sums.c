@@ -134,8 +134,8 @@ typedef struct {
 } Results;
 
 /* One row. `masked` and `what` are constants where this is called, so that what is not asked for costs nothing. */
-INLINE void sum_row(const float *scores, float *weights, int64_t keys, float before, int what, int masked, int64_t row,
-                    const Results *into) {
+INLINE void sum_row(const float *scores, float *weights, int64_t keys, int32_t first_key, float before, int what, int masked,
+                    int64_t row, const Results *into) {
   const integers lanes = lane_numbers();
   const int64_t whole = keys - keys % LANES;
   numbers score;
@@ -145,7 +145,7 @@ INLINE void sum_row(const float *scores, float *weights, int64_t keys, float bef
   integers last_visible = lanes < (int32_t)(keys - whole);
   if (masked) last_visible &= last != HIDDEN;
 
-  integers places = lanes;
+  integers places = lanes + first_key;
   First first = {.top = all(-__builtin_inff())};
   double sum = 0;
   for (int64_t start = 0; start < whole; start += BLOCK) {
@@ -207,11 +207,13 @@ INLINE void sum_row(const float *scores, float *weights, int64_t keys, float bef
 
    scores: (rows, keys), one row after the other; where WEIGHTS is asked for, exp(score − top) takes their place.
    before: the largest score of each row over keys before these, or NULL.
+   ranges: two numbers for each of `period` queries, after which they repeat: the first key that the query sees, and the one
+     after the last; NULL where each sees all keys.
    sums: where the sum number s of row r goes, at sums[s·stride + r], in the order of `Results`.
    positions: the first key with the largest score, where that is a key of this tile.
    With MASKED a score of −∞ is that of a hidden pair. */
-void massieu_row_sums(float *scores, const float *before, float *sums, int32_t *positions, int64_t start, int64_t stop,
-                      int64_t keys, int64_t stride, int32_t what) {
+void massieu_row_sums(float *scores, const float *before, const int32_t *ranges, float *sums, int32_t *positions,
+                      int64_t start, int64_t stop, int64_t keys, int64_t period, int64_t stride, int32_t what) {
   Results into = {sums,
                   sums + stride,
                   sums + 2 * stride,
@@ -223,13 +225,21 @@ void massieu_row_sums(float *scores, const float *before, float *sums, int32_t *
                   positions};
   for (int64_t row = start; row < stop; row++) {
     float *of_row = scores + row * keys;
+    int32_t first = ranges ? ranges[2 * (row % period)] : 0;
+    int64_t end = ranges ? ranges[2 * (row % period) + 1] : keys;
+    float *seen = of_row + first;
+    int64_t count = end - first;
     float so_far = -__builtin_inff();
     /* A row of hidden pairs alone has a finite top, so that no difference of tops is one of infinities. */
-    if (what & MASKED) so_far = -__FLT_MAX__;
+    if (ranges || (what & MASKED)) so_far = -__FLT_MAX__;
     if (before) so_far = before[row];
+    if (what & WEIGHTS) {
+      memset(of_row, 0, first * sizeof(float));
+      memset(of_row + end, 0, (keys - end) * sizeof(float));
+    }
 #define CASE(wanted) \
   case wanted: \
-    sum_row(of_row, of_row, keys, so_far, (wanted) & ~MASKED, (wanted) & MASKED, row, &into); \
+    sum_row(seen, seen, count, first, so_far, (wanted) & ~MASKED, (wanted) & MASKED, row, &into); \
     break;
     switch (what) {
       CASE(0)

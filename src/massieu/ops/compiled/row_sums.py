@@ -49,6 +49,7 @@ class RowSums:
         scores: Tensor,
         before: Tensor | None,
         head: int,
+        ranges: Tensor | None,
         masked: bool,
         names: Set[str],
         weights: bool,
@@ -60,7 +61,9 @@ class RowSums:
             scores: (h, rows, keys), float32 and contiguous.
             before: largest scores of the rows over keys before these, (h, rows, 1), contiguous; None where there are none.
             head: the first of the heads here.
-            masked: whether a score of −∞ is that of a hidden pair; else every pair is visible.
+            ranges: (queries, 2), int32 and contiguous: the first key that a query sees, and the one after the last. The rows
+                of a head are these queries, once or several times. None where each sees all keys.
+            masked: whether a score of −∞ is that of a hidden pair; else every pair in the range is visible.
             names: of the sums that are needed; others may not be written.
             weights: whether exp(score − top) takes the place of the scores.
             threads: what shares the rows; None for this thread alone.
@@ -76,13 +79,15 @@ class RowSums:
         addresses = (
             scores.data_ptr(),
             None if before is None else before.data_ptr(),
+            None if ranges is None else ranges.data_ptr(),
             self.numbers.data_ptr() + skipped,
             self.position.data_ptr() + skipped,
         )
+        period = 1 if ranges is None else len(ranges)
         function = _function()
 
         def of_rows(start: int, stop: int) -> None:
-            function(*addresses, start, stop, keys, stride, what)
+            function(*addresses, start, stop, keys, period, stride, what)
 
         _shared(of_rows, rows, threads)
 
@@ -103,7 +108,7 @@ def _function() -> Any:
     loaded = library()
     assert not isinstance(loaded, str), loaded
     function = loaded.massieu_row_sums
-    function.argtypes = [ctypes.c_void_p] * 4 + [ctypes.c_int64] * 4 + [ctypes.c_int32]
+    function.argtypes = [ctypes.c_void_p] * 5 + [ctypes.c_int64] * 5 + [ctypes.c_int32]
     function.restype = None
     return function
 
@@ -125,7 +130,7 @@ def _wrong_sum() -> str | None:
     scores[..., ::2] = -torch.inf
     exact = _exact_sums(scores[..., 1::2].double())
     found_sums = RowSums.empty((1, rows), scores)
-    found_sums.write(scores, None, 0, True, set(SUMS), False, None)
+    found_sums.write(scores, None, 0, None, True, set(SUMS), False, None)
     for name, found in found_sums.sums.items():
         error = float((found - exact[name]).abs().max())
         # The sums are of at most a few hundred terms, which rounding to float32 changes by at most 2⁻²⁴ of their size.
