@@ -254,14 +254,16 @@ class Replay:
         weight = self.affine.weight
         if self.linear is not None:
             slopes = self._pulled_to_linear(slopes, residual, positions)
-        input_gradients = torch.cat([torch.einsum("bhsk,hkd->hbsd", slope, weight) for slope in slopes])
+        # All slopes of a head in one product: (H, slopes, B, S, D), in the order in which it is computed.
+        by_head = torch.stack(list(slopes)).permute(2, 0, 1, 3, 4)
+        input_gradients = (by_head.flatten(1, 3) @ weight).unflatten(1, by_head.shape[1:4])
         if self.read.norm is None:
-            return list(input_gradients.unflatten(0, (len(slopes), -1)))
+            return list(input_gradients.unbind(1))
         # One copy of the stream for each slope and head, so that one derivative of the norm serves all of them.
         with torch.enable_grad():
             copies = residual.expand(input_gradients.shape).clone().requires_grad_()
             gradients = torch.autograd.grad(self.normalised(copies), copies, input_gradients)[0]
-        return list(gradients.unflatten(0, (len(slopes), -1)))
+        return list(gradients.unbind(1))
 
     def _pulled_to_linear(self, slopes: Sequence[Tensor], residual: Tensor, positions: Tensor) -> list[Tensor]:
         """For each slope, the gradient of Σ_h slope_h · query_h with respect to the results of ``linear``, (B, H, S, Dh)."""
