@@ -69,7 +69,9 @@ class Extremes:
             signed = result.values[name] if end == "maximum" else -result.values[name]
             signed = torch.where(result.defined.get(name, result.valid), signed, -torch.inf)
             largest = signed.amax((0, 2))
-            if not bool(largest.isfinite().all()):  # infinite or NaN somewhere, or nothing usable: such queries do not count
+            if not bool(
+                largest.isfinite().all()
+            ):  # infinite or NaN somewhere, or nothing usable: such queries do not count
                 signed = torch.where(signed.isfinite(), signed, -torch.inf)
                 largest = signed.amax((0, 2))
             values = largest.double().cpu().numpy()
