@@ -6,7 +6,13 @@ import pytest
 import torch
 from torch import nn
 
-from massieu.probing.capture.attention_call import AttentionCall, AttentionSite, explicit_attention, explicit_logits
+from massieu.probing.capture.attention_call import (
+    AttentionCall,
+    AttentionSite,
+    explicit_attention,
+    explicit_logits,
+    explicit_scores,
+)
 
 BATCH, HEADS, KEY_HEADS, LENGTH, KEYS, WIDTH = 2, 4, 2, 5, 6, 3
 
@@ -57,10 +63,11 @@ def test_single_queries_of_single_heads(option):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("option", OPTIONS)
-def test_logits_are_scores_plus_log_weights(option, dtype):
+def test_logits_and_scores_of_visible_keys(option, dtype):
     call = replace(whole_call(), **OPTIONS[option])
     scores, log_weight = explicit_attention(call, dtype)
     assert torch.equal(explicit_logits(call, dtype), scores + log_weight)
+    assert torch.equal(explicit_scores(call, dtype), scores.masked_fill(~call.visible(), -torch.inf))
 
 
 def test_logits_of_hidden_keys_are_minus_infinity_whatever_their_scores_are():

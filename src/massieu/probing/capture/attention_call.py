@@ -224,9 +224,22 @@ def explicit_attention(
 
 def _explicit_scores(call: AttentionCall, dtype: torch.dtype) -> Float[Tensor, "B H L N"]:
     """Scores of all keys, hidden ones too."""
-    key = call.key.to(dtype).repeat_interleave(call.query.shape[1] // call.key.shape[1], 1)
+    key = call.key.to(dtype)
+    heads_per_key = call.query.shape[1] // key.shape[1]
+    if heads_per_key > 1:  # it copies in any case
+        key = key.repeat_interleave(heads_per_key, 1)
     scores = call.scale * call.query.to(dtype) @ key.mT
     return scores if call.softcap is None else call.softcap * torch.tanh(scores / call.softcap)
+
+
+def explicit_scores(call: AttentionCall, dtype: torch.dtype = torch.float32) -> Float[Tensor, "B H L N"]:
+    """Scores without log-weights, −inf for keys that `AttentionCall.visible` leaves out, formed explicitly."""
+    scores = _explicit_scores(call, dtype)
+    if call.log_weight is None and call.seen is None and not call.is_causal:
+        return scores
+    if call.log_weight is not None and call.log_weight.dtype != torch.bool:
+        scores = torch.where(call.log_weight.isneginf(), -torch.inf, scores)
+    return torch.where(call.visible(), scores, -torch.inf)
 
 
 def explicit_logits(call: AttentionCall, dtype: torch.dtype = torch.float32) -> Float[Tensor, "B H L N"]:

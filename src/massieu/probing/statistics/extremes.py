@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float64, Int, Int64
 from torch import Tensor
 
-from massieu.probing.capture.attention_call import AttentionCall, explicit_attention
+from massieu.probing.capture.attention_call import AttentionCall, explicit_logits, explicit_scores
 from massieu.probing.statistics.query_means import QueryResult
 from massieu.probing.sums.running import State, fitting
 
@@ -133,8 +133,7 @@ def _places(
     item_of_head, query_of_head = (torch.from_numpy(each).to(call.query.device) for each in (items, queries))
     # All heads at once: their keys take no more memory than those of one item.
     pairs = call.of_pairs(item_of_head, torch.from_numpy(heads).to(call.query.device), query_of_head)
-    scores, log_weight = explicit_attention(pairs)
-    logits = scores.masked_fill(~pairs.visible(), -torch.inf) if by_score else scores + log_weight
+    logits = explicit_scores(pairs) if by_score else explicit_logits(pairs)
     sequences_per_row = max(len(call.query) // places.rows, 1)
     window[:] = np.asarray(places.windows)[items // sequences_per_row]
     query[:] = places.positions[query_of_head].cpu().numpy()
