@@ -18,6 +18,7 @@ from massieu.probing.statistics import climb as climb_file
 from massieu.probing.statistics import expansion as expansion_file
 from massieu.probing.statistics.climb import CONTROL_SHARE, MOVERS, PARTS, Climb, first_control_query
 from massieu.probing.statistics.registry import CLIMB, EXPANSION, MAPS, VALUES
+from massieu.probing.stream import replay as replay_file
 from massieu.probing.sums.units import Units
 
 GROUPS = frozenset({CLIMB, MAPS, EXPANSION, VALUES})
@@ -488,3 +489,17 @@ def test_a_query_that_sees_no_key_has_no_parts() -> None:
     rest = climb_file._Landscape.of(_call(CAUSAL)).parts(_call(CAUSAL).query)
     for ours, theirs in zip((selective, common, raw), rest, strict=True):
         torch.testing.assert_close(ours[:, :, ~blind], theirs[:, :, ~blind])
+
+
+def test_maps_among_weights_are_looked_for_once_in_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The climb and the maps' statistics ask for the same ones."""
+    looked: list[torch.nn.Module] = []
+    honest = replay_file.maps_among_weights
+
+    def counting(module: torch.nn.Module, *arguments: object):
+        looked.append(module)
+        return honest(module, *arguments)
+
+    monkeypatch.setattr(replay_file, "maps_among_weights", counting)
+    read("bert")
+    assert len(looked) == len(set(looked)) == 2

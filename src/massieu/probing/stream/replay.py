@@ -25,6 +25,8 @@ from massieu.probing.stream.wiring import AttentionRead, along_batch
 _LEFT_OUT = {"attention_mask", "mask", "position_bias", "encoder_attention_mask", "causal_mask"}
 _LEFT_OUT |= {"attn_mask", "key_padding_mask"}
 _LEFT_OUT |= {"past_key_values", "past_key_value", "layer_past"}
+_STORED_MAPS = "stored maps"
+"""Their name in `AttentionRead.known`."""
 
 
 def _at_positions(value: Tensor, positions: Tensor, length: int) -> Tensor:
@@ -211,9 +213,18 @@ class Replay:
     def stored_maps(self) -> list[HeadProjection] | None:
         """Query, key and value of a sequence of one token as maps among the module's weights; None if they are not there.
 
+        They are looked for once in each step of the stream.
+
         Raises:
             Exception: as `projections`.
         """
+        if packed_linears(self.read.call.module):  # how these are read depends on who asks; see `dense_inside`
+            return self._find_stored_maps()
+        if _STORED_MAPS not in self.read.known:
+            self.read.known[_STORED_MAPS] = self._find_stored_maps()
+        return self.read.known[_STORED_MAPS]
+
+    def _find_stored_maps(self) -> list[HeadProjection] | None:
         one = self._of_one_token()
         like = one.read.state
         state = torch.randn(1, 1, like.shape[-1], generator=torch.Generator().manual_seed(0)).to(like)
