@@ -133,3 +133,25 @@ def test_bad_input_is_named():
         covariance_spectrum(torch.zeros(2, 0, 3))
     with pytest.raises(ValueError, match="scalar"):
         effective_rank(torch.tensor(1.0))
+
+
+@pytest.mark.parametrize("tokens", [25, 26, 60])
+def test_pairwise_distance_of_few_and_of_many_tokens(tokens):
+    """Formed one by one or from inner products, far from the origin and with two tokens at one point; the same derivative."""
+    cloud = np.random.default_rng(2).normal(size=(3, tokens, 7)) + 50.0
+    cloud[:, 1] = cloud[:, 0]
+    points = torch.tensor(cloud, requires_grad=True)
+    distances = pairwise_distance(points)
+    np.testing.assert_allclose(distances.detach(), [pdist(each).mean() for each in cloud], rtol=1e-9)
+    (gradient,) = torch.autograd.grad(distances.sum(), points)
+    differences = cloud[:, :, None] - cloud[:, None]
+    norms = np.linalg.norm(differences, axis=-1, keepdims=True)
+    directions = np.divide(differences, norms, out=np.zeros_like(differences), where=norms > 0)
+    np.testing.assert_allclose(gradient, 2 * directions.sum(2) / (tokens * (tokens - 1)), atol=1e-12)
+
+
+def test_pairwise_distance_of_many_tokens_that_are_not_finite_is_nan():
+    points = torch.ones(2, 40, 3, dtype=torch.float64)
+    points[1, 5, 0] = torch.inf
+    assert pairwise_distance(points)[0] == 0
+    assert pairwise_distance(points)[1].isnan()

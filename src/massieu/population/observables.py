@@ -27,6 +27,8 @@ from massieu.population.reading import (
     token_counts,
 )
 
+_FEW = 25
+"""Tokens whose differences are formed one by one. Distances of more come from inner products, in a quarter of the time."""
 _EMPTY = 1e-12
 """A direction counts as empty if its eigenvalue is below this share of the mean eigenvalue."""
 
@@ -48,9 +50,22 @@ def pairwise_distance(points: Float[Tensor, "*batch n d"]) -> Float[Tensor, "*ba
     relative, count = centred(points)
     if count == 1:
         return relative.sum((-2, -1))  # A single token relative to itself: 0, or NaN if it is not finite.
-    distances = torch.cdist(relative, relative)
-    total = distances.sum((-2, -1)) - distances.diagonal(dim1=-2, dim2=-1).sum(-1)
+    if count <= _FEW:
+        distances = torch.cdist(relative, relative)
+        total = distances.sum((-2, -1)) - distances.diagonal(dim1=-2, dim2=-1).sum(-1)
+    else:
+        total = _distances(relative @ relative.mT).sum((-2, -1))
     return total / (count * (count - 1))
+
+
+def _distances(inner_products: Float[Tensor, "*batch n n"]) -> Float[Tensor, "*batch n n"]:
+    """‖x_i − x_j‖ = √(⟨x_i, x_i⟩ + ⟨x_j, x_j⟩ − 2⟨x_i, x_j⟩); the diagonal is 0, and so is the derivative of a distance 0."""
+    squared_norms = inner_products.diagonal(dim1=-2, dim2=-1)
+    squares = squared_norms[..., :, None] + squared_norms[..., None, :] - 2 * inner_products
+    apart = ~torch.eye(inner_products.shape[-1], dtype=torch.bool, device=inner_products.device)
+    # NaN is neither 0 nor below it, and stays.
+    zero = (squares <= 0) | ~apart
+    return torch.where(zero, 0.0, torch.where(zero, 1.0, squares).sqrt())
 
 
 def covariance_spectrum(

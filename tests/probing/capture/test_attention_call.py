@@ -6,7 +6,13 @@ import pytest
 import torch
 from torch import nn
 
-from massieu.probing.capture.attention_call import AttentionCall, AttentionSite, explicit_attention
+from massieu.probing.capture.attention_call import (
+    AttentionCall,
+    AttentionSite,
+    explicit_attention,
+    explicit_logits,
+    explicit_scores,
+)
 
 BATCH, HEADS, KEY_HEADS, LENGTH, KEYS, WIDTH = 2, 4, 2, 5, 6, 3
 
@@ -53,3 +59,23 @@ def test_single_queries_of_single_heads(option):
         assert part.sink_value.shape == (1, 3, 1, WIDTH)
     if call.weights is not None:
         assert torch.equal(part.weights[0, :, 0], call.weights[item, heads, queries])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("option", OPTIONS)
+def test_logits_and_scores_of_visible_keys(option, dtype):
+    call = replace(whole_call(), **OPTIONS[option])
+    scores, log_weight = explicit_attention(call, dtype)
+    assert torch.equal(explicit_logits(call, dtype), scores + log_weight)
+    assert torch.equal(explicit_scores(call, dtype), scores.masked_fill(~call.visible(), -torch.inf))
+
+
+def test_logits_of_hidden_keys_are_minus_infinity_whatever_their_scores_are():
+    call = whole_call()
+    call.key[:, :, 0] = torch.inf
+    bias = torch.zeros(1, 1, LENGTH, KEYS)
+    bias[..., 0] = -torch.inf
+    for log_weight in (bias, ~bias.isneginf()):
+        logits = explicit_logits(replace(call, log_weight=log_weight))
+        assert (logits[..., 0] == -torch.inf).all()
+        assert logits[..., 1:].isfinite().all()

@@ -61,3 +61,11 @@ def test_effective_ranks_of_the_probe_are_1_where_tokens_collapsed():
             assert all(rank == 1 if collapsed else rank > 3 for rank in ranks), ranks
         spreads = [r["value"] for r in rows if r["statistic"].startswith("pairwise_distance/")]
         assert spreads and all(each > 0 for each in spreads)
+
+
+def test_tokens_that_differ_in_late_coordinates_alone_are_no_point():
+    """Beside a cloud that differs in all of them, and one whose tokens are equal."""
+    points = torch.ones(3, 12, 40, dtype=torch.float64)
+    points[0] += 0.1 * torch.randn(12, 40, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    points[1, :, -1] += torch.arange(12)
+    assert is_one_point(points, torch.float32).tolist() == [False, False, True]

@@ -10,6 +10,7 @@ from tests.support.probing import zoo
 from tests.support.probing.readings import climb_of, expansion_of, maps_of
 
 import massieu
+from massieu.probing.capture.attention_call import AttentionCall, AttentionSite
 from massieu.probing.checks.check import first_look
 from massieu.probing.reading.options import Options
 from massieu.probing.reading.reading import Reading
@@ -17,6 +18,7 @@ from massieu.probing.statistics import climb as climb_file
 from massieu.probing.statistics import expansion as expansion_file
 from massieu.probing.statistics.climb import CONTROL_SHARE, MOVERS, PARTS, Climb, first_control_query
 from massieu.probing.statistics.registry import CLIMB, EXPANSION, MAPS, VALUES
+from massieu.probing.stream import replay as replay_file
 from massieu.probing.sums.units import Units
 
 GROUPS = frozenset({CLIMB, MAPS, EXPANSION, VALUES})
@@ -399,3 +401,105 @@ def test_an_interruption_between_pieces_keeps_whole_windows_only(monkeypatch):
     assert not result.complete
     assert result.run.text.windows == 2
     assert result.heads.equals(expected.heads)
+
+
+def _call(log_weight: torch.Tensor | None, softcap: float | None = None, sink: bool = False) -> AttentionCall:
+    """A call of four query heads on two key heads, in float64."""
+    generator = torch.Generator().manual_seed(5)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+    return AttentionCall(
+        site=AttentionSite("attention"), module=torch.nn.Identity(), query=normal(2, 4, 5, 3), key=normal(2, 2, 7, 3),
+        value=normal(2, 2, 7, 3), log_weight=log_weight, is_causal=False, scale=0.7, softcap=softcap,
+        sink=normal(4) if sink else None, output=normal(2, 5, 4, 3),
+    )  # fmt: skip
+
+
+CAUSAL = torch.ones(5, 7, dtype=torch.bool).tril()[None, None]
+BIAS = torch.randn(1, 4, 5, 7, generator=torch.Generator().manual_seed(6), dtype=torch.float64)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        _call(None),
+        _call(CAUSAL),
+        _call(CAUSAL, softcap=2.0),
+        _call(BIAS),
+        _call(BIAS.masked_fill(~CAUSAL, -torch.inf), sink=True),
+        _call(BIAS.masked_fill(~CAUSAL, torch.finfo(torch.float32).min), softcap=2.0, sink=True),
+        _call(BIAS[:, :1, :1]),
+    ],
+    ids=["all keys", "mask", "mask and cap", "bias", "bias, mask and sink", "mask of numbers", "bias of keys"],
+)
+def test_parts_and_slopes_of_moved_queries(call: AttentionCall) -> None:
+    """Two moved versions of some queries, and the derivatives at the call's own, against explicit logits of every pair."""
+    log_weight = torch.zeros(1, 1, 1, 7, dtype=torch.float64) if call.log_weight is None else call.log_weight
+    if log_weight.dtype == torch.bool:
+        log_weight = torch.zeros(log_weight.shape, dtype=torch.float64).masked_fill(~log_weight, -torch.inf)
+    log_weight = log_weight.expand(2, 4, 5, 7)
+    key = call.key.repeat_interleave(2, 1)
+
+    def parts(query: torch.Tensor, queries: torch.Tensor) -> list[torch.Tensor]:
+        scores = 0.7 * query @ key.mT
+        scores = scores if call.softcap is None else call.softcap * torch.tanh(scores / call.softcap)
+        prior = log_weight[:, :, queries]
+        raw = torch.logsumexp(scores + prior, -1)
+        common = (prior.softmax(-1) * scores).sum(-1)
+        if call.sink is not None:
+            raw = torch.logaddexp(raw, call.sink[None, :, None])
+        return [torch.logsumexp(scores + prior, -1) - common, common, raw]
+
+    landscape = climb_file._Landscape.of(call)
+    queries = torch.tensor([1, 4])
+    moved = call.query[:, :, queries].repeat(1, 1, 2, 1) * torch.tensor([1.0, 1.0, 1.3, 1.3])[:, None]
+    # Selective log Z is meant up to a constant of the query: of changes between the versions nothing is left of it.
+    for ours, theirs in zip(landscape.parts(moved, queries, 2), parts(moved, queries.repeat(2)), strict=True):
+        torch.testing.assert_close(ours[:, :, 2:] - ours[:, :, :2], theirs[:, :, 2:] - theirs[:, :, :2])
+
+    query = call.query.clone().requires_grad_()
+    for index, slope in enumerate(landscape.slopes(call.query)):
+        expected = torch.autograd.grad(parts(query, torch.arange(5))[index].sum(), query)[0]
+        torch.testing.assert_close(slope, expected)
+
+
+@pytest.mark.parametrize("hidden", [-torch.inf, torch.finfo(torch.float32).min])
+def test_the_only_key_leaves_nothing_selective(hidden: float) -> None:
+    """Where a query sees one key, attention is that key: no step sharpens it, and rounding does not seem to."""
+    only = torch.eye(7, dtype=torch.bool)[None, None, :5]
+    call = _call(BIAS.masked_fill(~only, hidden))
+    landscape = climb_file._Landscape.of(call)
+    moved = torch.cat([call.query, call.query * 1.7 + 3], dim=2)
+    assert not landscape.parts(moved, slice(None), 2)[0].any()
+    assert not landscape.slopes_and_parts(call.query)[1][0].any()
+    assert landscape.slopes(call.query)[0].abs().max() <= 1e-14
+
+
+def test_a_query_that_sees_no_key_has_no_parts() -> None:
+    """Its log Z is −∞ and nothing else is defined; the other queries keep their numbers."""
+    mask = CAUSAL.clone()
+    mask[..., 2, :] = False
+    selective, common, raw = climb_file._Landscape.of(_call(mask)).parts(_call(mask).query)
+    blind = torch.tensor([False, False, True, False, False])
+    assert (raw[:, :, blind] == -torch.inf).all()
+    assert selective[:, :, blind].isnan().all()
+    assert common[:, :, blind].isnan().all()
+    rest = climb_file._Landscape.of(_call(CAUSAL)).parts(_call(CAUSAL).query)
+    for ours, theirs in zip((selective, common, raw), rest, strict=True):
+        torch.testing.assert_close(ours[:, :, ~blind], theirs[:, :, ~blind])
+
+
+def test_maps_among_weights_are_looked_for_once_in_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The climb and the maps' statistics ask for the same ones."""
+    looked: list[torch.nn.Module] = []
+    honest = replay_file.maps_among_weights
+
+    def counting(module: torch.nn.Module, *arguments: object):
+        looked.append(module)
+        return honest(module, *arguments)
+
+    monkeypatch.setattr(replay_file, "maps_among_weights", counting)
+    read("bert")
+    assert len(looked) == len(set(looked)) == 2

@@ -212,10 +212,7 @@ def explicit_attention(
     call: AttentionCall, dtype: torch.dtype = torch.float32
 ) -> tuple[Float[Tensor, "B H L N"], Float[Tensor, "B H L N"]]:
     """Scores with hidden keys at −inf (log-weights not added), and log-weights, both formed explicitly."""
-    key = call.key.to(dtype).repeat_interleave(call.query.shape[1] // call.key.shape[1], 1)
-    scores = call.scale * call.query.to(dtype) @ key.mT
-    if call.softcap is not None:
-        scores = call.softcap * torch.tanh(scores / call.softcap)
+    scores = _explicit_scores(call, dtype)
     if call.log_weight is not None and call.log_weight.dtype != torch.bool:
         # Not `visible`: a key that a mask of −100 shuts has a weight all the same, if a tiny one.
         weight = call.log_weight.expand_as(scores).to(dtype)
@@ -223,6 +220,36 @@ def explicit_attention(
     hidden = ~call.visible()
     weight = torch.zeros_like(scores)
     return scores.masked_fill(hidden, -torch.inf), weight.masked_fill(hidden, -torch.inf)
+
+
+def _explicit_scores(call: AttentionCall, dtype: torch.dtype) -> Float[Tensor, "B H L N"]:
+    """Scores of all keys, hidden ones too."""
+    key = call.key.to(dtype)
+    heads_per_key = call.query.shape[1] // key.shape[1]
+    if heads_per_key > 1:  # it copies in any case
+        key = key.repeat_interleave(heads_per_key, 1)
+    scores = call.scale * call.query.to(dtype) @ key.mT
+    return scores if call.softcap is None else call.softcap * torch.tanh(scores / call.softcap)
+
+
+def explicit_scores(call: AttentionCall, dtype: torch.dtype = torch.float32) -> Float[Tensor, "B H L N"]:
+    """Scores without log-weights, −inf for keys that `AttentionCall.visible` leaves out, formed explicitly."""
+    scores = _explicit_scores(call, dtype)
+    if call.log_weight is None and call.seen is None and not call.is_causal:
+        return scores
+    if call.log_weight is not None and call.log_weight.dtype != torch.bool:
+        scores = torch.where(call.log_weight.isneginf(), -torch.inf, scores)
+    return torch.where(call.visible(), scores, -torch.inf)
+
+
+def explicit_logits(call: AttentionCall, dtype: torch.dtype = torch.float32) -> Float[Tensor, "B H L N"]:
+    """Scores plus log-weights, −inf for hidden keys, formed explicitly; the sum of what `explicit_attention` returns."""
+    scores = _explicit_scores(call, dtype)
+    if call.log_weight is not None and call.log_weight.dtype != torch.bool:
+        return torch.where(call.log_weight.isneginf(), -torch.inf, scores + call.log_weight.to(dtype))
+    if call.log_weight is None and call.seen is None and not call.is_causal:
+        return scores
+    return torch.where(call.visible(), scores, -torch.inf)
 
 
 def explicit_weights(
@@ -234,8 +261,7 @@ def explicit_weights(
     """
     if call.no_distribution and call.weights is not None:
         return call.weights.to(dtype), None
-    scores, log_weight = explicit_attention(call, dtype)
-    logits = torch.where(log_weight.isneginf(), -torch.inf, scores + log_weight)
+    logits = explicit_logits(call, dtype)
     sink = call.sink_logits
     if sink is not None:
         column = sink.to(dtype).unsqueeze(-1).expand(*logits.shape[:3], 1)

@@ -81,11 +81,32 @@ def is_one_point(points: Float[Tensor, "*batch n d"], dtype: torch.dtype) -> Boo
         points: in float64, so that their own variance is exact.
         dtype: in which they were computed (`computed_in`), not the type in which they are given.
     """
+    size = points.shape[-1]
+    mean_square = torch.linalg.vector_norm(points, dim=(-2, -1)).square() / points.shape[-2]
+    # The ratios are at least 0, so a few coordinates are enough where they alone exceed the sum of all that is allowed.
+    shown = _ratios_to_rounding(points[..., :_SHOWN_FIRST], mean_square, size, dtype).sum(-1) > size
+    if bool(shown.all()):
+        return ~shown
+    return _ratios_to_rounding(points, mean_square, size, dtype).mean(-1) <= 1
+
+
+_SHOWN_FIRST = 8
+
+
+def _ratios_to_rounding(
+    points: Float[Tensor, "*batch n few"], mean_square: Float[Tensor, "*batch"], size: int, dtype: torch.dtype
+) -> Float[Tensor, "*batch few"]:
+    """Variances of some coordinates over the tokens, each as a multiple of what rounding alone may give; see `is_one_point`.
+
+    Args:
+        mean_square: mean over the tokens of ‖x‖², all coordinates.
+        size: number of all coordinates.
+    """
     stored = torch.finfo(dtype).eps / 2
     added = torch.finfo(torch.promote_types(dtype, torch.float32)).eps / 2
     squares = points.square().mean(-2)
-    rounding = stored**2 * (squares + squares.mean(-1, keepdim=True)) + added**2 * squares.sum(-1, keepdim=True)
+    mean_square = mean_square[..., None]
+    rounding = stored**2 * (squares + mean_square / size) + added**2 * mean_square
     variance = (points - points[..., :1, :]).var(-2, correction=0)
     # Rounding is 0 only where all tokens are 0.
-    ratio = variance / rounding.clamp_min(torch.finfo(torch.float64).tiny)
-    return ratio.mean(-1) <= 1
+    return variance / rounding.clamp_min(torch.finfo(torch.float64).tiny)

@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from massieu.probing.capture.attention_call import AttentionCall, explicit_attention
+from massieu.probing.capture.attention_call import AttentionCall, explicit_logits
 from massieu.probing.capture.sites import SiteInfo
 from massieu.probing.capture.tokens import Tokens
 from massieu.probing.statistics.group import CallTokens, Event, Group
@@ -162,9 +162,8 @@ def _strongest(call: AttentionCall) -> tuple[Int[Tensor, "B H L K"], Float[Tenso
     queries_per_tile = max(1, _SCORES // (heads * call.key.shape[2]))
     tiles = []
     for positions in torch.arange(num_queries, device=call.query.device).split(queries_per_tile):
-        scores, log_weights = explicit_attention(call.at(positions))
         # A softmax of these very scores: weights by the recorded log Z would be rounded otherwise.
-        weights = torch.softmax(scores + log_weights, -1)
+        weights = torch.softmax(explicit_logits(call.at(positions)), -1)
         tiles.append(weights.topk(min(STRONGEST, weights.shape[-1]), dim=-1))
     keys = torch.cat([tile.indices for tile in tiles], dim=2)
     weights = torch.cat([tile.values for tile in tiles], dim=2)

@@ -10,15 +10,15 @@ heads of the layer.
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from massieu.probing.capture.attention_call import AttentionCall
+from massieu.probing.capture.attention_call import GAP, AttentionCall
 from massieu.probing.statistics.group import (
     Event,
     Group,
@@ -175,6 +175,24 @@ _PAIRED = ("sharpens", "slope_selective", "step_sharpens", "step_selective")
 """The parts for which every head's write is tried on every other head of the layer."""
 
 
+_LEAST_EXPONENT = -87.0
+"""exp of it, 10⁻³⁸, is nothing beside the largest key's 1; exp of −∞ itself takes processors ten times as long."""
+
+
+def _exponentials(logits: Float[Tensor, "*S N"]) -> tuple[Float[Tensor, "*S N"], Float[Tensor, "*S 1"]]:
+    """exp(logit − largest logit), written over the logits, and the largest logit of each row."""
+    largest = logits.amax(-1, keepdim=True)
+    # A row of −∞ alone keeps its −∞: it would be NaN.
+    finite_largest = torch.where(largest.isneginf(), 0.0, largest)
+    return logits.sub_(finite_largest).clamp_min_(_LEAST_EXPONENT).exp_(), largest
+
+
+def _log_sum_exp(logits: Float[Tensor, "*S N"]) -> Float[Tensor, "*S"]:
+    """log Σ exp(logit) of each row, in a third of the time of `torch.logsumexp`; the logits are overwritten."""
+    exponentials, largest = _exponentials(logits)
+    return exponentials.sum(-1).log_().add_(largest[..., 0])
+
+
 @dataclass(frozen=True, eq=False)
 class _Landscape:
     """log Z, its common and its selective part, as functions of a head's query; keys fixed.
@@ -204,9 +222,12 @@ class _Landscape:
 
     def scores(self, query: Float[Tensor, "B H S D"]) -> Float[Tensor, "B H S N"]:
         """Scores of the centred keys, after the soft cap."""
-        grouped = query.unflatten(1, (self.key.shape[1], -1))  # (B, key heads, query heads of each, S, D)
-        scores = (self.call.scale * grouped @ self.key[:, :, None].mT).flatten(1, 2)
+        scores = (self.call.scale * self._grouped(query) @ self.key[:, :, None].mT).flatten(1, 2)
         return scores if self.call.softcap is None else self.call.softcap * torch.tanh(scores / self.call.softcap)
+
+    def _grouped(self, query: Float[Tensor, "B H S D"]) -> Float[Tensor, "B Hk G S D"]:
+        """The query with its heads split into (key heads, query heads of each)."""
+        return query.unflatten(1, (self.key.shape[1], -1))
 
     def log_weights_of(self, queries: Int[Tensor, " S"] | slice, copies: int) -> Tensor | None:
         """Log-weights of the keys for some of the call's queries, ``copies`` times in a row."""
@@ -223,6 +244,43 @@ class _Landscape:
             return torch.full_like(like, 1.0 / like.shape[-1])
         return torch.softmax(log_weight, -1).expand_as(like)
 
+    @cached_property
+    def mean_key(self) -> Float[Tensor, "B Hk G_or_1 S_or_1 D"]:
+        """Mean of the centred keys under the normalised weights of each query of the call.
+
+        Without a soft cap, the mean score of any query is its product with this mean key: no score is needed.
+        """
+        if self.log_weight is None:
+            return self.key.mean(2, keepdim=True)[:, :, None]
+        prior = torch.softmax(self.log_weight, -1)
+        prior = prior[:, :, None] if prior.shape[1] == 1 else self._grouped(prior)
+        return prior @ self.key[:, :, None]
+
+    @cached_property
+    def _sees_one_key(self) -> Bool[Tensor, "B_or_1 H_or_1 S_or_1"]:
+        """Queries of the call whose selective part is the same wherever they are moved."""
+        if self.log_weight is None:
+            return torch.full((1, 1, 1), self.key.shape[2] == 1, device=self.key.device)
+        # Some models write −10,000 or the like in place of −∞.
+        near_largest = self.log_weight > self.log_weight.amax(-1, keepdim=True) - GAP
+        return near_largest.sum(-1) == 1
+
+    def _selective(self, log_partition: Tensor, mean_score: Tensor, queries: Tensor | slice, copies: int) -> Tensor:
+        """log Z − mean score, and exactly 0 where a query sees one key, whose score is rounded in two ways."""
+        selective = log_partition - mean_score
+        constant = self._sees_one_key
+        if constant.shape[2] > 1:
+            constant = constant[:, :, queries].repeat(1, 1, copies)
+        return torch.where(constant, 0 * selective, selective)  # NaN stays NaN
+
+    def _mean_score(self, query: Float[Tensor, "B H S D"], queries: Int[Tensor, " S"] | slice, copies: int) -> Tensor:
+        """The mean score of the centred keys at ``copies`` versions of the call's ``queries``; without a soft cap."""
+        mean_key = self.mean_key
+        if mean_key.shape[3] > 1:
+            mean_key = mean_key[:, :, :, queries]
+        versions = self._grouped(query).unflatten(3, (copies, -1))
+        return self.call.scale * (versions * mean_key[:, :, :, None]).sum(-1).flatten(3).flatten(1, 2)
+
     def parts(
         self, query: Float[Tensor, "B H S D"], queries: Int[Tensor, " S"] | slice = slice(None), copies: int = 1
     ) -> tuple[Tensor, Tensor, Tensor]:
@@ -233,39 +291,74 @@ class _Landscape:
         """
         log_weight = self.log_weights_of(queries, copies)
         scores = self.scores(query)
-        if log_weight is None:
-            log_partition = torch.logsumexp(scores, -1)
-            mean_score = scores.mean(-1)
+        if self.call.softcap is None:
+            mean_score = self._mean_score(query, queries, copies)
         else:
-            log_partition = torch.logsumexp(scores + log_weight, -1)
             mean_score = (self.prior(log_weight, scores) * scores).sum(-1)
+        log_partition = _log_sum_exp(_with_log_weight(scores, log_weight)).to(query)
+        return self._parts_from(query, log_partition, mean_score, queries, copies)
+
+    def _parts_from(
+        self,
+        query: Float[Tensor, "B H S D"],
+        log_partition: Tensor,
+        mean_score: Tensor,
+        queries: Int[Tensor, " S"] | slice,
+        copies: int,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """What `parts` returns, from log Z and the mean score of the centred keys."""
         # What centring the keys took from every score of a query: scale · query · centre.
-        grouped = query.unflatten(1, (self.key.shape[1], -1))
-        shift = self.call.scale * (grouped * self.centre[:, :, None]).sum(-1).flatten(1, 2)
+        shift = self.call.scale * (self._grouped(query) * self.centre[:, :, None]).sum(-1).flatten(1, 2)
         raw = log_partition + shift
         sink = self.call.sink_logits
         if sink is not None:
             sink = sink if sink.shape[2] == 1 else sink[:, :, queries].repeat(1, 1, copies)
             raw = torch.logaddexp(raw, sink.to(raw))
-        return log_partition - mean_score, mean_score + shift, raw
+        return self._selective(log_partition, mean_score, queries, copies), mean_score + shift, raw
 
     def slopes(self, query: Float[Tensor, "B H S D"]) -> tuple[Tensor, Tensor]:
-        """Gradients of the selective and of the common part with respect to the query."""
+        """Gradients of the selective and of the common part with respect to the call's query."""
+        return self.slopes_and_parts(query)[0]
+
+    def slopes_and_parts(
+        self, query: Float[Tensor, "B H S D"]
+    ) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]:
+        """`slopes` and `parts` at the call's query, from the same scores."""
+        everything = slice(None)
+        log_weight = self.log_weights_of(everything, 1)
         scores = self.scores(query)
-        log_weight = self.log_weights_of(slice(None), 1)
+        if self.call.softcap is not None:
+            return self._capped_slopes(scores, log_weight), self.parts(query)
+        exponentials, largest = _exponentials(_with_log_weight(scores, log_weight))
+        total = exponentials.sum(-1, keepdim=True)
+        log_partition = (total.log() + largest)[..., 0].to(query)
+        mean_score = self._mean_score(query, everything, 1)
+        # The gradient of log Z is the mean key under the attention, that of the mean score the mean key under the prior.
+        attention = exponentials.div_(total).to(query)
+        attended = self._grouped(attention) @ self.key[:, :, None]
+        selective = self.call.scale * (attended - self.mean_key)
+        common = self.call.scale * (self.mean_key + self.centre[:, :, None]).expand_as(attended)
+        parts = self._parts_from(query, log_partition, mean_score, everything, 1)
+        return (selective.flatten(1, 2), common.flatten(1, 2)), parts
+
+    def _capped_slopes(self, scores: Float[Tensor, "B H S N"], log_weight: Tensor | None) -> tuple[Tensor, Tensor]:
+        """`slopes` under a soft cap, where the mean score is no linear function of the query."""
+        assert self.call.softcap is not None
         prior = self.prior(log_weight, scores)
         attention = torch.softmax(scores if log_weight is None else scores + log_weight, -1)
-        factor = self.call.scale
-        if self.call.softcap is not None:
-            # d tanh = 1 − tanh², and the capped score is softcap · tanh.
-            factor = factor * (1 - (scores / self.call.softcap).square())
+        # d tanh = 1 − tanh², and the capped score is softcap · tanh.
+        factor = self.call.scale * (1 - (scores / self.call.softcap).square())
 
         def combine(weights: Tensor) -> Tensor:
-            grouped = (factor * weights).unflatten(1, (self.key.shape[1], -1))
-            return (grouped @ self.key[:, :, None]).flatten(1, 2)
+            return (self._grouped(factor * weights) @ self.key[:, :, None]).flatten(1, 2)
 
-        shift = self.call.scale * self.centre.repeat_interleave(query.shape[1] // self.key.shape[1], 1)
-        return combine(attention - prior), combine(prior) + shift
+        return combine(attention - prior), combine(prior)
+
+
+def _with_log_weight(scores: Float[Tensor, "B H S N"], log_weight: Tensor | None) -> Float[Tensor, "B H S N"]:
+    """Scores plus log-weights, written over the scores, in float32 at the least."""
+    logits = scores.to(torch.promote_types(scores.dtype, torch.float32))
+    return logits if log_weight is None else logits.add_(log_weight)
 
 
 class ClimbStatistics(RunningParts):
@@ -382,8 +475,8 @@ class Climb:
 
     def sums(self) -> ClimbSums:
         """What these positions add to the running results."""
-        gradients = self.replay.pulled_back(self.landscape.slopes(self.call.query), self.positions)
-        parts_before = self.landscape.parts(self.call.query)
+        slopes_of_query, parts_before = self.landscape.slopes_and_parts(self.call.query)
+        gradients = self.replay.pulled_back(slopes_of_query, self.positions)
         writes = writes_at(self.read, self.positions)
 
         # In the order of MOVERS. Without an output bias the last one would repeat the second.
@@ -412,20 +505,19 @@ class Climb:
         few_gradients = tuple(gradient[:, :, queries] for gradient in gradients)
 
         # One direction a token, in several lengths: the first copy as long as the update, the rest as each head's write.
-        lengths = self.update.norm(dim=-1)[None]
+        lengths = self.update[:, queries].norm(dim=-1)[None]
         if writes is not None:
-            lengths = torch.cat([lengths, writes.norm(dim=-1)])
+            lengths = torch.cat([lengths, writes[:, :, queries].norm(dim=-1)])
         random = self._random_steps(lengths)
-        few_random = random[:, :, queries]
 
         # Copies of the queries: the random update, each head's random write, then every head's write for all heads.
         moved = [self._moved_queries(random[:1], queries)[0]]
-        slopes = [_slope_parts(few_gradients, few_random[0])]
+        slopes = [_slope_parts(few_gradients, random[0])]
         if writes is not None:
-            states = (self.residual + random[1:])[:, :, queries]
+            states = self.residual[:, queries] + random[1:]
             moved.append(self.replay.own_queries(states, self.positions[queries]))
-            moved += self._moved_queries(writes, queries)
-            slopes.append(_slope_parts(few_gradients, few_random[1:]))
+            moved += self._moved_queries(writes[:, :, queries], queries)
+            slopes.append(_slope_parts(few_gradients, random[1:]))
         parts_after = self.landscape.parts(torch.cat(moved, dim=2), queries, len(moved))
         steps = _step_parts(parts_after, parts_before, len(moved))
 
@@ -453,28 +545,29 @@ class Climb:
         return totals.double(), torch.stack(counts, dim=1)
 
     def _random_steps(self, lengths: Float[Tensor, "C B S"]) -> Float[Tensor, "C B S D"]:
-        """One random direction per token, in each of these lengths."""
-        shape = (*lengths.shape[1:], self.residual.shape[-1])
-        direction = torch.randn(shape, generator=self.generator).to(self.residual)
+        """One random direction per control query, in each of these lengths."""
+        # Drawn for every position, so that a query's direction does not depend on which others are control queries.
+        direction = torch.randn(self.residual.shape, generator=self.generator).to(self.residual)
+        direction = direction[:, self.control_queries]
         return direction / direction.norm(dim=-1, keepdim=True) * lengths[..., None]
 
     def _moved_queries(
         self, steps: Float[Tensor, "C B S D"], selected: Tensor | None = None
     ) -> Float[Tensor, "C B H S Dh"]:
-        """Queries after each of C steps, at all positions or at the selected ones."""
+        """Queries after each of C steps, which are at all positions or at the selected ones."""
         residual = self.residual
         positions = self.positions
         if selected is not None:
             residual = residual[:, selected]
             positions = positions[selected]
-            steps = steps[:, :, selected]
         states = (residual + steps).flatten(0, 1)
         return self.replay.queries(states, positions).unflatten(0, (steps.shape[0], -1))
 
 
 def _along(gradient: Float[Tensor, "H B S D"], step: Float[Tensor, "*H B S D"]) -> Float[Tensor, "H B S"]:
     """Slope along a step that is each head's own (with a dimension of heads) or the same for all."""
-    return (gradient * step).sum(-1)
+    formula = "hbsd,bsd->hbs" if step.dim() < gradient.dim() else "hbsd,hbsd->hbs"
+    return torch.einsum(formula, gradient, step)  # forms no array of products
 
 
 def _slope_parts(gradients: Sequence[Tensor], step: Float[Tensor, "*H B S D"]) -> Float[Tensor, "B 3 H S"]:

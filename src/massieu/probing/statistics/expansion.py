@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import islice
 
 import torch
 from jaxtyping import Float, Float64, Int
@@ -228,15 +229,22 @@ class ExpansionGroup(Group):
                 )
 
     def rows(self) -> Iterator[Row]:
-        """Each level before and after, and its change with the halves of the text."""
+        """Each level before and after, and its change with the halves of the text; of a draw the changes alone."""
         for sublayer in self.model.sublayers:
             if sublayer.index not in self.clouds.sublayers:
                 continue
             place = RowPlace.of_sublayer(sublayer)
             parts = RatioParts(self.clouds.sublayers[sublayer.index])
             for index, (level, change) in enumerate(zip(LEVELS, CHANGES, strict=True)):
+                if self.model.is_draw:
+                    yield from _whole_text(place, change.__name__, parts, (index, _CHANGE))
+                    continue
                 for part, column in (("before", _BEFORE), ("after", _AFTER)):
-                    for row in sublayer_rows(place, level.__name__, parts, (index, column)):
-                        if not row.part:
-                            yield replace(row, part=part)
+                    for row in _whole_text(place, level.__name__, parts, (index, column)):
+                        yield replace(row, part=part)
                 yield from sublayer_rows(place, change.__name__, parts, (index, _CHANGE))
+
+
+def _whole_text(place: RowPlace, name: str, parts: RatioParts, index: tuple[int, int]) -> Iterator[Row]:
+    """The row of one entry from the whole text, where it was counted; the halves are not computed."""
+    return islice(sublayer_rows(place, name, parts, index), 1)

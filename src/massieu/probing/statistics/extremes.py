@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float64, Int, Int64
 from torch import Tensor
 
-from massieu.probing.capture.attention_call import AttentionCall, explicit_attention
+from massieu.probing.capture.attention_call import AttentionCall, explicit_logits, explicit_scores
 from massieu.probing.statistics.query_means import QueryResult
 from massieu.probing.sums.running import State, fitting
 
@@ -61,24 +61,31 @@ class Extremes:
 
     def update(self, result: QueryResult, call: AttentionCall, places: Places) -> None:
         """Compare the queries of one call with the extremes so far."""
-        batch, heads, length = result.valid.shape
+        if not result.valid.numel():
+            return
         for row, (name, end) in enumerate(EXTREMES):
             if name not in result.values:
                 continue
-            signed = result.values[name].double() * (1 if end == "maximum" else -1)
-            usable = result.defined.get(name, result.valid) & signed.isfinite()
-            flat = torch.where(usable, signed, -torch.inf).transpose(0, 1).reshape(heads, batch * length)
-            if not flat.shape[1]:
-                continue
-            values, indices = (part.cpu().numpy() for part in flat.max(1))
+            signed = result.values[name] if end == "maximum" else -result.values[name]
+            signed = torch.where(result.defined.get(name, result.valid), signed, -torch.inf)
+            largest = signed.amax((0, 2))
+            if not bool(
+                largest.isfinite().all()
+            ):  # infinite or NaN somewhere, or nothing usable: such queries do not count
+                signed = torch.where(signed.isfinite(), signed, -torch.inf)
+                largest = signed.amax((0, 2))
+            values = largest.double().cpu().numpy()
             # Only a larger value replaces the former one, so that the first of equal ones stays.
             improved = np.nonzero(values > self.best[row])[0]
             if len(improved):
                 self.best[row, improved] = values[improved]
+                # The first of equal ones in the order of sequences and queries.
+                by_head = signed[:, torch.from_numpy(improved).to(signed.device)].transpose(0, 1)
+                indices = by_head.flatten(1).argmax(1).cpu().numpy()
                 # Of the logits before a soft cap: behind it, keys may be equal by saturation.
                 uncapped = replace(call, softcap=None) if name == "largest_score" else call
                 self.places[row, improved] = _places(
-                    uncapped, places, indices[improved], improved, name.startswith("largest_score")
+                    uncapped, places, indices, improved, name.startswith("largest_score")
                 )
 
     def value(self, row: int) -> Float64[np.ndarray, " heads"]:
@@ -126,8 +133,7 @@ def _places(
     item_of_head, query_of_head = (torch.from_numpy(each).to(call.query.device) for each in (items, queries))
     # All heads at once: their keys take no more memory than those of one item.
     pairs = call.of_pairs(item_of_head, torch.from_numpy(heads).to(call.query.device), query_of_head)
-    scores, log_weight = explicit_attention(pairs)
-    logits = scores.masked_fill(~pairs.visible(), -torch.inf) if by_score else scores + log_weight
+    logits = explicit_scores(pairs) if by_score else explicit_logits(pairs)
     sequences_per_row = max(len(call.query) // places.rows, 1)
     window[:] = np.asarray(places.windows)[items // sequences_per_row]
     query[:] = places.positions[query_of_head].cpu().numpy()

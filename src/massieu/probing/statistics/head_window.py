@@ -9,7 +9,7 @@ from torch import Tensor
 
 from massieu.foundation.arguments import floating
 from massieu.foundation.doors import input_door
-from massieu.probing.capture.attention_call import AttentionCall, explicit_attention
+from massieu.probing.capture.attention_call import AttentionCall, explicit_logits
 
 QUERIES = 16
 """Queries of each sampled window that expensive statistics use."""
@@ -71,8 +71,7 @@ class HeadWindow:
 
     def weights(self) -> Float[Tensor, "H S N"]:
         """Attention of the sampled queries in float32, without a learned sink; 0 where a query sees no key."""
-        scores, log_weight = explicit_attention(self.call.at(self.queries))
-        logits = (scores + log_weight)[0]
+        logits = explicit_logits(self.call.at(self.queries))[0]
         # A softmax of −∞ alone would be NaN.
         return torch.where(logits.isneginf().all(-1, keepdim=True), 0.0, torch.softmax(logits, -1))
 

@@ -204,15 +204,18 @@ class AttentionStatistics(RunningParts):
         sequences = len(result.valid)
         totals = torch.zeros(sequences, len(self.names), self.heads, dtype=torch.float64, device=result.valid.device)
         counts = torch.zeros_like(totals)
-        # Statistics that are defined at the same queries are summed together. A tensor as a key is known by its identity.
+        # Statistics that are defined at the same queries have one count. A tensor as a key is known by its identity.
         by_mask: dict[Tensor, list[str]] = {}
         for name in result.values:
             by_mask.setdefault(result.defined.get(name, result.valid), []).append(name)
         for mask, names in by_mask.items():
-            places = [self.names.index(name) for name in names]
-            stacked = torch.stack([result.values[name] for name in names], dim=1)
-            totals[:, places] = torch.where(mask[:, None], stacked, 0.0).sum(-1, dtype=torch.float64)
-            counts[:, places] = mask.sum(-1, dtype=torch.float64)[:, None]
+            everywhere = bool(mask.all())
+            count = mask.sum(-1, dtype=torch.float64)
+            for name in names:
+                place = self.names.index(name)
+                values = result.values[name] if everywhere else torch.where(mask, result.values[name], 0.0)
+                totals[:, place] = values.sum(-1, dtype=torch.float64)
+                counts[:, place] = count
         self.ratio.update(_by_item(totals, rows), _by_item(counts, rows), numbers)
         self._update_bins(result, positions, rows, numbers)
         for name in result.values.keys() & self.spreads.keys():

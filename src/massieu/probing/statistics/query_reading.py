@@ -66,10 +66,10 @@ class QueryReading:
         """Mean of the unpadded keys; None under a soft cap, where centring would change the scores."""
         if self.call.softcap is not None:
             return None
-        weight = self.keys.real[:, None, None].float()
+        weight = self.keys.real.float()
         weight = weight / weight.sum(-1, keepdim=True).clamp_min(1)
         # A mean stays within the range of half precision, where the sum of the keys need not.
-        return weight.to(self.call.key.dtype) @ self.call.key
+        return torch.einsum("bn,bhnd->bhd", weight.to(self.call.key.dtype), self.call.key)[:, :, None]
 
     @cached_property
     def key(self) -> Float[Tensor, "B Hk N D"]:
@@ -82,7 +82,7 @@ class QueryReading:
         if self._centre is None:
             return torch.zeros_like(self.log_partition)
         query = _grouped(self.call.query, self.call.key)
-        return self.call.scale * _inner_products(query, self._centre[:, :, None]).flatten(1, 2)[..., 0]
+        return self.call.scale * _products_with_few(query, self._centre[:, :, None]).flatten(1, 2)[..., 0]
 
     @cached_property
     def moments(self) -> "_Moments":
@@ -162,10 +162,12 @@ class QueryReading:
         in_float32 = _Precise(replace(call, query=query), key, self.log_partition)
         if not query.numel() or not key.numel():
             return in_float32
-        largest = call.scale * query.norm(dim=-1).amax() * key.norm(dim=-1).amax()
-        largest = torch.maximum(largest, torch.where(self.real, self.log_partition.abs(), 0.0).amax())
-        if bool(torch.finfo(dtype).eps * largest <= ROUNDING):
-            return in_float32
+        largest_log_partition = torch.where(self.real, self.log_partition.abs(), 0.0).amax()
+        # The largest entries mostly are enough; Cauchy's bound from norms takes twice as long.
+        for largest_product in (_product_of_largest_entries, _product_of_largest_norms):
+            largest = torch.maximum(call.scale * largest_product(query, key), largest_log_partition)
+            if bool(torch.finfo(dtype).eps * largest <= ROUNDING):
+                return in_float32
         log_weight = call.log_weight
         if log_weight is not None and log_weight.dtype != torch.bool:
             log_weight = log_weight.double()
@@ -440,6 +442,29 @@ def _inner_products(
         return query.to(precision) @ key.to(precision).mT
 
 
+def _product_of_largest_norms(query: Tensor, key: Tensor) -> Float[Tensor, ""]:
+    """A bound of all |q·k|: max ‖q‖ · max ‖k‖."""
+    return query.norm(dim=-1).amax() * key.norm(dim=-1).amax()
+
+
+def _product_of_largest_entries(query: Tensor, key: Tensor) -> Float[Tensor, ""]:
+    """A looser bound of all |q·k|: d · max |q_i| · max |k_i|."""
+    largest = [torch.maximum(part.amax(), -part.amin()) for part in (query, key)]
+    return query.shape[-1] * largest[0] * largest[1]
+
+
+def _products_with_few(
+    query: Float[Tensor, "B Hk G L D"], key: Float[Tensor, "B Hk 1 S D"]
+) -> Float[Tensor, "B Hk G L S"]:
+    """`_inner_products` with few keys, one sequence at a time: of all sequences together, queries would be copied.
+
+    Heads and sequences of a query that was split into heads are no one dimension in memory.
+    """
+    if query.is_contiguous() or not len(query):
+        return _inner_products(query, key)
+    return torch.stack([_inner_products(*pair) for pair in zip(query, key, strict=True)])
+
+
 def _paired_product(query: Float[Tensor, "*batch L D"], key: Float[Tensor, "*batch _ D"]) -> Float[Tensor, "*batch L"]:
     """q·k of each query with the key at its place, in float32 at the least."""
     precision = torch.promote_types(query.dtype, torch.float32)
@@ -474,7 +499,7 @@ def _plus_log_weight(
 def _at_keys(call: AttentionCall, key: Tensor, index: Int[Tensor, "B S"]) -> Float[Tensor, "B H L S"]:
     """Scores plus log-weights of the same few keys for every query of a sequence."""
     few_keys = key.gather(2, index[:, None, :, None].expand(-1, key.shape[1], -1, key.shape[3]))
-    product = _inner_products(_grouped(call.query, key), few_keys[:, :, None]).flatten(1, 2)
+    product = _products_with_few(_grouped(call.query, key), few_keys[:, :, None]).flatten(1, 2)
     return _plus_log_weight(call, _score(call, product), index[:, None])
 
 

@@ -25,6 +25,8 @@ from massieu.probing.stream.wiring import AttentionRead, along_batch
 _LEFT_OUT = {"attention_mask", "mask", "position_bias", "encoder_attention_mask", "causal_mask"}
 _LEFT_OUT |= {"attn_mask", "key_padding_mask"}
 _LEFT_OUT |= {"past_key_values", "past_key_value", "layer_past"}
+_STORED_MAPS = "stored maps"
+"""Their name in `AttentionRead.known`."""
 
 
 def _at_positions(value: Tensor, positions: Tensor, length: int) -> Tensor:
@@ -211,9 +213,18 @@ class Replay:
     def stored_maps(self) -> list[HeadProjection] | None:
         """Query, key and value of a sequence of one token as maps among the module's weights; None if they are not there.
 
+        They are looked for once in each step of the stream.
+
         Raises:
             Exception: as `projections`.
         """
+        if packed_linears(self.read.call.module):  # how these are read depends on who asks; see `dense_inside`
+            return self._find_stored_maps()
+        if _STORED_MAPS not in self.read.known:
+            self.read.known[_STORED_MAPS] = self._find_stored_maps()
+        return self.read.known[_STORED_MAPS]
+
+    def _find_stored_maps(self) -> list[HeadProjection] | None:
         one = self._of_one_token()
         like = one.read.state
         state = torch.randn(1, 1, like.shape[-1], generator=torch.Generator().manual_seed(0)).to(like)
@@ -254,14 +265,16 @@ class Replay:
         weight = self.affine.weight
         if self.linear is not None:
             slopes = self._pulled_to_linear(slopes, residual, positions)
-        input_gradients = torch.cat([torch.einsum("bhsk,hkd->hbsd", slope, weight) for slope in slopes])
+        # All slopes of a head in one product: (H, slopes, B, S, D), in the order in which it is computed.
+        by_head = torch.stack(list(slopes)).permute(2, 0, 1, 3, 4)
+        input_gradients = (by_head.flatten(1, 3) @ weight).unflatten(1, by_head.shape[1:4])
         if self.read.norm is None:
-            return list(input_gradients.unflatten(0, (len(slopes), -1)))
+            return list(input_gradients.unbind(1))
         # One copy of the stream for each slope and head, so that one derivative of the norm serves all of them.
         with torch.enable_grad():
             copies = residual.expand(input_gradients.shape).clone().requires_grad_()
             gradients = torch.autograd.grad(self.normalised(copies), copies, input_gradients)[0]
-        return list(gradients.unflatten(0, (len(slopes), -1)))
+        return list(gradients.unbind(1))
 
     def _pulled_to_linear(self, slopes: Sequence[Tensor], residual: Tensor, positions: Tensor) -> list[Tensor]:
         """For each slope, the gradient of Σ_h slope_h · query_h with respect to the results of ``linear``, (B, H, S, Dh)."""

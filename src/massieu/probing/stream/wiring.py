@@ -9,7 +9,7 @@ are recognised while they live, and not held: a trace keeps no more in memory th
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -55,6 +55,7 @@ class AttentionRead:
             The size of the batch shows that; once a single item is picked, it could no longer be seen.
         writes_linearly: the projection's result enters the stream unchanged (no norm, gate or scale in between), so that it
             is the sum of the heads' writes.
+        known: what was found out about the module in this step, by name; the reads of single items share it.
     """
 
     call: AttentionCall
@@ -69,6 +70,7 @@ class AttentionRead:
     writes_linearly: bool = False
     tokens_first: bool = False
     along_heads: bool = False
+    known: dict[str, Any] = field(default_factory=dict)
 
     def item(self, row: int) -> "AttentionRead":
         """The same read for one item of the batch."""
