@@ -29,3 +29,13 @@ def test_the_readme_leads_to_each_task_in_the_words_of_the_task():
         words = title[0].lower() + title[1:]
         assert f"[{words}](docs/start/tasks.md#{slug(title)})" in readme
         assert SITUATIONS[words.rstrip("?")] == "start/tasks"  # the search finds them too
+
+
+def test_clouds_of_another_size_give_what_the_page_says(capsys):
+    """The page shows the output of its block, and says what the same block gives with fewer tokens."""
+    text = SECTIONS["Is Theorem 1's rate right for my map?"]
+    ((source, _),) = BLOCK.findall(text)
+    ((size, result),) = re.findall(r"clouds of (\d+) give (\S+ ± [\d.]*\d)", text)
+    assert source.count("4000") == 1
+    exec(source.replace("4000", size), {})
+    assert capsys.readouterr().out.startswith(f"measured {result} nats")

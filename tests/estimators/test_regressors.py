@@ -10,6 +10,7 @@ from tests.support.rows import every_row
 
 from massieu import regression
 from massieu.sklearn import AttentionRegressor, BoltzmannEstimator, ConditionalMeanRegressor, HopfieldMemory
+from massieu.sklearn import conditional_mean as search
 from massieu.sklearn import rows as rows_of
 
 RANDOM = np.random.default_rng(0)
@@ -75,6 +76,37 @@ def test_the_choice_is_that_of_refitting_without_each_row(kernel: str):
         assert alone(model.lengthscale_, factor * model.ridge_) > 0.999 * best
         if kernel != "linear":
             assert alone(factor * model.lengthscale_, model.ridge_) > 0.99 * best
+
+
+def wave(random):
+    """A lengthscale in the middle of those that are tried."""
+    table = random.normal(size=(640, 3))
+    return table, np.sin(table @ [1.0, 2.0, 0.5]) + 0.3 * random.normal(size=640)
+
+
+def friedman(random):
+    """Four lengthscales of which a quarter of the rows cannot tell the best."""
+    table = random.uniform(size=(640, 5))
+    smooth = np.sin(np.pi * table[:, 0] * table[:, 1]) + 2 * (table[:, 2] - 0.5) ** 2 + table[:, 3]
+    return table, smooth + 0.1 * random.normal(size=640)
+
+
+def lattice(random):
+    """No noise: errors fall by powers of ten as rows are added."""
+    axis = np.linspace(0, 6, 26)
+    table = np.stack(np.meshgrid(axis, axis), -1).reshape(-1, 2)
+    return table, np.sin(table[:, 0]) * np.cos(2 * table[:, 1])
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize("draw", [wave, friedman, lattice])
+def test_many_rows_choose_as_every_lengthscale_on_all_rows_does(draw, monkeypatch):
+    table, target = draw(np.random.default_rng(3))
+    model = ConditionalMeanRegressor().fit(table, target)
+    monkeypatch.setattr(search, "_UNSCREENED", len(table))
+    full = ConditionalMeanRegressor().fit(table, target)
+    assert (model.lengthscale_, model.ridge_) == (full.lengthscale_, full.ridge_)
+    assert model.leave_one_out_error_ == full.leave_one_out_error_
 
 
 @pytest.mark.slow

@@ -1,15 +1,16 @@
 """Attention that also returns its log-partition, and the log-partition alone."""
 
 from functools import partial
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
+import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
 from massieu.foundation.guesses import meant
 from massieu.foundation.short_repr import fields_html, fields_repr
 from massieu.foundation.transforms import in_autocast_dtype
-from massieu.ops import backends, band, packed_rows, reference, tiles
+from massieu.ops import backends, band, direct, packed_rows, reference, tiles
 from massieu.ops import sink as with_sink
 from massieu.ops.cuda.cudnn import CUDNN
 from massieu.ops.cuda.efficient import EFFICIENT
@@ -137,6 +138,9 @@ def attention(
     """
     if value is None:
         raise TypeError("value must be a tensor, got None; massieu.ops.log_partition needs no value")
+    others = (log_weight, window, documents, softcap, sink, sink_value)
+    if _is_direct(query, key, value, scale, is_causal, query_offset, backend, others):
+        return AttentionResult(*direct.results(query, key, value, scale, is_causal, False))  # pyright: ignore
     query, key, value = in_autocast_dtype(query, key, value)
     problem = check_problem(
         query, key, value, log_weight, scale, is_causal, window, softcap, sink, sink_value, query_offset, documents
@@ -171,6 +175,9 @@ def log_partition(
         >>> round(log_z.exp().item(), 3)  # every score is 0
         8.0
     """
+    others = (log_weight, window, documents, softcap, sink)
+    if _is_direct(query, key, key, scale, is_causal, query_offset, backend, others):
+        return direct.results(query, key, key.detach(), scale, is_causal, True)[1]  # pyright: ignore
     query, key = in_autocast_dtype(query, key)
     problem = check_problem(
         query,
@@ -189,6 +196,11 @@ def log_partition(
     if problem.sink is not None:
         log_z = with_sink.shares(log_z, problem)[0]
     return problem.restore(log_z)
+
+
+def _is_direct(*arguments: Any) -> bool:
+    """Whether the CPU kernel is the first choice and takes the caller's own tensors; compiled code goes the long way."""
+    return not torch.compiler.is_compiling() and BACKENDS[0] is CPU and direct.suits(*arguments)
 
 
 def attend(problem: AttentionProblem, backend: AttentionBackend = "auto") -> tuple[Tensor, ...]:

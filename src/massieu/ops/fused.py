@@ -27,7 +27,8 @@ class Fused:
         self.name = kernel.name
         self.bands = kernel.bands
         self._kernel = kernel
-        self._function = with_log_partition(kernel)
+        self.kernel_results = with_log_partition(kernel)
+        """From arguments in the kernel's form, as `with_log_partition` says."""
 
     def refuses(self, problem: AttentionProblem, *others: Tensor) -> str | None:
         """Why the kernel cannot take this problem."""
@@ -98,7 +99,7 @@ class Fused:
         else:
             low = None
             high = 0 if problem.is_causal else None
-        output, log_z = self._function(query, key, value, mask, scale, low, high, problem.value is None)
+        output, log_z = self.kernel_results(query, key, value, mask, scale, low, high, problem.value is None)
         log_z = log_z.reshape(problem.query.shape[:-1])
         if sees_no_key is not None:
             log_z = log_z.masked_fill(sees_no_key, -torch.inf)

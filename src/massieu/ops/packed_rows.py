@@ -75,13 +75,16 @@ def apply(function: Function, problem: AttentionProblem, *others: Tensor) -> tup
             log_weight=weights[place],
             scale=scales[place],
             documents=None,
+            **problem.least_band(bucket.rows, bucket.keys, documents.query_offset(bucket.members[0])),
         )
-        part = part.with_least_band(documents.query_offset(bucket.members[0]))
         bucket_results = function(part, *(items[place] for items in other_items))
-        # From (B·documents, Hk, G, rows, ...) to (B, Hk, G, documents·rows, ...).
-        results.append(
-            [result.unflatten(0, (batch, len(bucket.members))).movedim(1, 3).flatten(3, 4) for result in bucket_results]
-        )
+        num_members = len(bucket.members)
+        if num_members > 1:
+            # From (B·documents, Hk, G, rows, ...) to (B, Hk, G, documents·rows, ...).
+            bucket_results = tuple(
+                result.unflatten(0, (batch, num_members)).movedim(1, 3).flatten(3, 4) for result in bucket_results
+            )
+        results.append(bucket_results)
     return tuple(rows.restore(bucket_results) for bucket_results in zip(*results, strict=True))
 
 
@@ -383,7 +386,13 @@ def _weights(
             _own_keys(part, bucket, documents.key_boundaries)
             for part, bucket in zip(rows.items(weight, 3, batch), groups, strict=True)
         ]
-    return [_hide_padding(part, bucket, documents, problem) for part, bucket in zip(parts, groups, strict=True)]
+    # The lengths are computed from the boundaries of all documents: once, and not for each bucket.
+    lengths = documents.lengths
+    key_lengths = documents.key_lengths
+    return [
+        _hide_padding(part, bucket, documents, lengths, key_lengths, problem)
+        for part, bucket in zip(parts, groups, strict=True)
+    ]
 
 
 def _own_keys(weight: Tensor, bucket: Bucket, boundaries: tuple[int, ...]) -> Tensor:
@@ -402,24 +411,31 @@ def _own_keys(weight: Tensor, bucket: Bucket, boundaries: tuple[int, ...]) -> Te
 
 
 def _hide_padding(
-    weight: Tensor | None, bucket: Bucket, documents: Documents, problem: AttentionProblem
+    weight: Tensor | None,
+    bucket: Bucket,
+    documents: Documents,
+    lengths: tuple[int, ...],
+    key_lengths: tuple[int, ...],
+    problem: AttentionProblem,
 ) -> Tensor | None:
-    """A bucket's log-weights with its keys that are padding hidden."""
+    """A bucket's log-weights with its keys that are padding hidden.
+
+    Args:
+        lengths, key_lengths: queries and keys of every document.
+    """
     band = problem.band
-    lengths = [documents.key_lengths[member] for member in bucket.members]
-    padded = [member for member, length in zip(bucket.members, lengths, strict=True) if length < bucket.keys]
+    padded = [member for member in bucket.members if key_lengths[member] < bucket.keys]
     if band is not None and weight is None:
         # The band alone hides the padding where the last query of the document sees no key beyond the last one.
         _, high = band
         padded = [
-            member
-            for member in padded
-            if documents.lengths[member] + documents.query_offset(member) + high > documents.key_lengths[member]
+            member for member in padded if lengths[member] + documents.query_offset(member) + high > key_lengths[member]
         ]
     if not padded:
         return weight
     device = problem.query.device
-    visible = torch.arange(bucket.keys, device=device) < torch.tensor(lengths, device=device).unsqueeze(1)
+    visible_keys = torch.tensor([key_lengths[member] for member in bucket.members], device=device)
+    visible = torch.arange(bucket.keys, device=device) < visible_keys.unsqueeze(1)
     visible = _repeat_for_batch(visible[:, None, None, None], problem.query.shape[0])
     if weight is None:
         return visible

@@ -130,7 +130,9 @@ def _document_totals(problem: AttentionProblem, log_z: Tensor, backend: Attentio
     for number, (rows, keys) in enumerate(zip(query_slices, key_slices, strict=True)):
         part = replace(problem.narrow(rows, keys), documents=None)
         if part.pairs:
-            part = part.with_least_band(documents.query_offset(number))
+            num_queries = rows.stop - rows.start
+            num_keys = keys.stop - keys.start
+            part = replace(part, **part.least_band(num_queries, num_keys, documents.query_offset(number)))
             totals.append(_received(part, log_z[..., rows], backend))
         else:
             totals.append(log_z.new_zeros(*part.query.shape[:3], part.key.shape[2]))

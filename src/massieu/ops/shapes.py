@@ -96,17 +96,18 @@ class AttentionProblem:
         """The window, or causality as one."""
         return (None, self.offset) if self.is_causal else self.window
 
-    def with_least_band(self, query_offset: int = 0) -> "AttentionProblem":
-        """The same problem in its simplest form: a window that hides no more than causality, or nothing, is replaced.
+    def least_band(self, length: int, keys: int, query_offset: int) -> dict[str, Any]:
+        """The fields of a band that hides the same in its simplest form: none where a window or causality hides nothing.
 
         Args:
+            length, keys: number of queries and of keys.
             query_offset: is added to the position of every query.
         """
         band = self.band
         if band is not None:
             low, high = band
             band = (None if low is None else low + query_offset, high + query_offset)
-        return replace(self, **band_fields(band, self.query.shape[3], self.key.shape[2]))
+        return band_fields(band, length, keys)
 
     @property
     def queries_before_keys(self) -> int:

@@ -18,6 +18,9 @@ from massieu.regression.tokens import KeyValuePairs, Ridge, check_tokens, need_p
 _SPECTRAL_ERROR = 1e-6
 """Relative error allowed when eigenvalues are used: their rounding, ε times the largest, divided by the ridge."""
 
+_COLUMN_BLOCKS = 4
+"""Blocks of columns in which a triangular matrix is inverted: half of the operations of one block."""
+
 
 class LeaveOneOutResult(NamedTuple):
     """The errors of predicting each token from all others."""
@@ -70,11 +73,8 @@ def leave_one_out(
     features = tokens.features()
     if features is None:
         factor = tokens.gram_factor()
-        # Not `torch.cholesky_inverse`, whose second derivatives are wrong in forward mode (torch 2.13).
-        identity = torch.eye(factor.shape[-1], dtype=factor.dtype, device=factor.device)
-        inverse = torch.cholesky_solve(identity.expand_as(factor), factor)
-        misfit = inverse @ tokens.target
-        diagonal = inverse.diagonal(dim1=-2, dim2=-1)
+        misfit = torch.cholesky_solve(tokens.target, factor)
+        diagonal = _inverse_diagonal(factor)
         if tokens.logarithms is not None:
             # A⁻¹ is exp(−h)·inverse·exp(−h), and the target has exp(c − h) already.
             relative = tokens.logarithms.relative.exp()
@@ -83,6 +83,22 @@ def leave_one_out(
         misfit, diagonal = _misfit_by_features(features, tokens)
     residual = _residual(misfit, diagonal, tokens.root)
     return LeaveOneOutResult(residual.to(value.dtype), _mean_square(residual, tokens.root))
+
+
+def _inverse_diagonal(factor: Float[Tensor, "*lead n n"]) -> Float[Tensor, "*lead n"]:
+    """The diagonal of (LLᵀ)⁻¹ = L⁻ᵀL⁻¹: the squared norms of the columns of L⁻¹.
+
+    `torch.cholesky_inverse` has wrong second derivatives in forward mode (torch 2.13).
+    """
+    size = factor.shape[-1]
+    width = max(1, -(-size // _COLUMN_BLOCKS))
+    norms = []
+    for first in range(0, size, width):
+        # A column of L⁻¹ is 0 above the diagonal, so that it depends on the rest of L alone.
+        rest = factor[..., first:, first:]
+        unit = torch.eye(size - first, min(width, size - first), dtype=factor.dtype, device=factor.device)
+        norms.append(solve_lower(rest, unit.expand(*rest.shape[:-1], -1)).square().sum(-2))
+    return torch.cat(norms, -1) if norms else factor.diagonal(dim1=-2, dim2=-1)
 
 
 def _residual(

@@ -65,7 +65,8 @@ class KeyValuePairs(Value):
     def gram_factor(self) -> Float[Tensor, "B H N N"]:
         """The Cholesky factor of the system."""
         gram = self.root.unsqueeze(-1) * self.kernel(self.key, self.key) * self.root.unsqueeze(-2)
-        return cholesky(gram + torch.diag_embed(self.diagonal), "Gram matrix")
+        diagonal = gram.diagonal(dim1=-2, dim2=-1) + self.diagonal
+        return cholesky(torch.diagonal_scatter(gram, diagonal, dim1=-2, dim2=-1), "Gram matrix")
 
     def features(self) -> Float[Tensor, "B H N F"] | None:
         """√w·φ(key), if the kernel has fewer features than there are keys; otherwise None."""

@@ -45,6 +45,16 @@ _RIDGES = range(-5, 5)
 """Powers of 10: the ridges that are tried, in units of the kernel's size."""
 _FINER = (-0.75, -0.5, -0.25, 0.25, 0.5, 0.75)
 """Powers of 10 around the best of them."""
+_UNSCREENED = 600
+"""Most rows for which every lengthscale is tried on all rows; of more, a quarter of the rows rules some out."""
+_HOPELESS = 2.0
+"""Times the least error on the quarter: a lengthscale whose error is larger there is ruled out."""
+_EQUAL = 1.05
+"""Times the least error on the quarter: the quarter cannot tell two lengthscales apart that are closer."""
+_WORSE = 1.15
+"""Times the least error on all rows: a lengthscale whose error is larger, at the quarter's ridge, is ruled out."""
+_TINY = 1e-2
+"""Of the targets' variance: errors below it do not rule out, as more rows may lower them by powers of ten."""
 _LARGEST = 600.0
 """Logarithm of a kernel's value that is still well inside the floating range."""
 
@@ -69,6 +79,10 @@ class _Tokens(NamedTuple):
     def log_weight(self) -> Tensor | None:
         return None if self.weight is None else self.weight.log()
 
+    def rows(self, index: Tensor) -> "_Tokens":
+        """Some of the rows."""
+        return _Tokens(self.keys[index], self.values[index], None if self.weight is None else self.weight[index])
+
 
 class ConditionalMeanRegressor(MultiOutputMixin, RegressorMixin, BaseEstimator):
     """ŷ(x) = Vᵀ(G + λI)⁻¹κ(X, x): the mean of y given x by kernel ridge regression over the rows, its tokens (Z4, Z5).
@@ -82,7 +96,8 @@ class ConditionalMeanRegressor(MultiOutputMixin, RegressorMixin, BaseEstimator):
     Args:
         kernel: "gaussian", exp(−‖a − b‖²/(2·lengthscale²)); "exponential", exp(a·b/lengthscale²), softmax attention's;
             "linear", a·b, which makes it ridge regression. Or a `massieu.regression.Kernel`.
-        lengthscale: "auto" tries powers of 2 of the total standard deviation. The linear kernel, or your own, has none.
+        lengthscale: "auto" tries powers of 2 of the total standard deviation. The linear kernel, or your own, has none. Of
+            more than 600 rows, a quarter rules out lengthscales that are clearly worse, before all rows are used.
         ridge: λ. "auto" tries powers of 10, then four steps in each.
         method: How the system is solved: None, or one of `massieu.regression`'s `Cholesky` and `LowRank`, or
             `massieu.solve.ConjugateGradients`; see `conditional_mean_attention`.
@@ -150,10 +165,7 @@ class ConditionalMeanRegressor(MultiOutputMixin, RegressorMixin, BaseEstimator):
         self._deviation = torch.where(deviation > 0, deviation, 1.0)
         self._keys = rows - self._centre
         self._values = (values - self._mean) / self._deviation
-        sample = sample_of(len(rows), _ROWS)
-        tokens = _Tokens(
-            self._keys[sample], self._values[sample], None if self._weight is None else self._weight[sample]
-        )
+        tokens = _Tokens(self._keys, self._values, self._weight).rows(sample_of(len(rows), _ROWS))
         chosen = self._choose(tokens)
         self.leave_one_out_error_ = chosen.error
         self.lengthscale_ = chosen.lengthscale
@@ -164,8 +176,29 @@ class ConditionalMeanRegressor(MultiOutputMixin, RegressorMixin, BaseEstimator):
 
     def _choose(self, tokens: _Tokens) -> _Choice:
         """The kernel and the ridge with the least leave-one-out error."""
-        choices = [self._with_best_ridge(tokens, lengthscale) for lengthscale in self._lengthscales(tokens)]
+        lengthscales = self._lengthscales(tokens)
+        if len(tokens.keys) > _UNSCREENED and len(lengthscales) > 1:
+            return self._choose_by_screening(tokens, lengthscales)
+        choices = [self._with_best_ridge(tokens, lengthscale) for lengthscale in lengthscales]
         return best([each.error for each in choices], choices)[0]
+
+    def _choose_by_screening(self, tokens: _Tokens, lengthscales: list[float]) -> _Choice:
+        """The same choice, but all ridges are tried on all rows only at lengthscales that may be the best.
+
+        A quarter of the rows, which takes a 64th of the time, rules out most. Of each other lengthscale one error of all rows
+        is computed, at the ridge that is best for the quarter.
+        """
+        quarter = tokens.rows(sample_of(len(tokens.keys), len(tokens.keys) // 4))
+        screened = [self._with_best_ridge(quarter, lengthscale) for lengthscale in lengthscales]
+        least = min(each.error for each in screened)
+        hopeful = [each for each in screened if each.error <= _HOPELESS * least + _TINY]
+        on_all_rows = [_error(tokens, each.kernel, each.ridge) for each in hopeful]
+        rivals = sorted(zip(on_all_rows, hopeful, strict=True), key=lambda rival: rival[0])
+        chosen = self._with_best_ridge(tokens, rivals[0][1].lengthscale)
+        for error, rival in rivals[1:]:
+            if error <= _WORSE * chosen.error or rival.error <= _EQUAL * least:
+                chosen = min(chosen, self._with_best_ridge(tokens, rival.lengthscale), key=lambda each: each.error)
+        return chosen
 
     def _lengthscales(self, tokens: _Tokens) -> list[float]:
         """The lengthscales to try; NaN for a kernel that has none."""
@@ -182,12 +215,10 @@ class ConditionalMeanRegressor(MultiOutputMixin, RegressorMixin, BaseEstimator):
         kernel = self.kernel if isinstance(self.kernel, Kernel) else _KERNELS[self.kernel](lengthscale)
         key = as_heads(tokens.keys)
         value = as_heads(tokens.values)
-        log_weight = tokens.log_weight
         ridge = number_or_auto("ridge", self.ridge)
         if ridge is not None:
-            result = leave_one_out(key, value, kernel=kernel, ridge=ridge, log_weight=log_weight)
-            return _Choice(result.mean_squared_error.item(), lengthscale, ridge, kernel)
-        errors = RidgeErrors(key, value, kernel=kernel, log_weight=log_weight)
+            return _Choice(_error(tokens, kernel, ridge), lengthscale, ridge, kernel)
+        errors = RidgeErrors(key, value, kernel=kernel, log_weight=tokens.log_weight)
 
         def best_of(ridges: list[float]) -> tuple[float, float]:
             ridge, error = best(errors.at(ridges).flatten().tolist(), ridges)
@@ -245,6 +276,14 @@ class ConditionalMeanRegressor(MultiOutputMixin, RegressorMixin, BaseEstimator):
         )
         share = query.new_empty(0) if result.variance is None else result.variance[0, 0]
         return result.output[0, 0], share
+
+
+def _error(tokens: _Tokens, kernel: Kernel, ridge: float) -> float:
+    """The leave-one-out error at one kernel and ridge."""
+    result = leave_one_out(
+        as_heads(tokens.keys), as_heads(tokens.values), kernel=kernel, ridge=ridge, log_weight=tokens.log_weight
+    )
+    return result.mean_squared_error.item()
 
 
 def _ridge_unit(kernel: Kernel, keys: Tensor) -> float:
