@@ -1,5 +1,6 @@
 """How a command ends: signals at any moment, standard streams that are closed, full or gone, folders that cannot be written."""
 
+import gc
 import json
 import os
 import signal
@@ -74,6 +75,25 @@ def test_while_libraries_are_loaded_a_signal_waits_for_them():
     with pytest.raises(KeyboardInterrupt):
         load()
     assert loaded == ["torch"]
+
+
+@pytest.mark.parametrize("owns_process", [False, True])
+def test_the_collector_passes_over_imports_of_a_process_of_ones_own_alone(monkeypatch, owns_process):
+    frozen = []
+    monkeypatch.setattr(gc, "freeze", lambda: frozen.append(gc.isenabled()))
+    asked = Interruption()
+    asked.owns_process = owns_process
+    with asked.loading():
+        assert gc.isenabled() != owns_process
+    assert gc.isenabled()
+    assert frozen == [False] * owns_process
+    gc.disable()
+    try:
+        with asked.loading():
+            pass
+        assert not gc.isenabled()  # as somebody wanted it
+    finally:
+        gc.enable()
 
 
 @posix

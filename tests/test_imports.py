@@ -206,6 +206,19 @@ def test_importing_massieu_loads_no_torch_and_a_kernel_is_run_without_the_compil
     assert ran.stdout.split() == ["[]", "False"]
 
 
+@pytest.mark.medium
+def test_a_probe_that_replaces_nothing_loads_little_of_the_core():
+    """Seconds of every start: rooms that only rules of replacement or layers of populations need, and optional libraries."""
+    code = (
+        "import sys, massieu, massieu.probing.run, massieu.cli.commands\n"
+        "rooms = ('energy', 'regression', 'solve', 'nn', 'duality', 'measures', 'inference')\n"
+        "others = ('torch._dynamo', 'scipy.stats', 'pandas', 'polars', 'plotly', 'matplotlib')\n"
+        "print([name for name in (*(f'massieu.{room}' for room in rooms), *others) if name in sys.modules])"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ran.stdout.split() == ["[]"]
+
+
 def test_a_proof_is_marked_as_pytorch_would():
     from massieu.ops.cuda.proof import _failure
 

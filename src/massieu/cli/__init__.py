@@ -34,6 +34,6 @@ def main() -> None:
 
 
 def _run() -> None:
-    from massieu.cli.commands import app
+    from massieu.cli.commands import OWN_PROCESS, app
 
-    app()
+    app(obj=OWN_PROCESS)

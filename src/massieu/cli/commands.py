@@ -44,6 +44,8 @@ FAILED = 1
 BAD_INPUT = 2
 NOT_FINITE = 3
 RESULTS = Path("massieu-results")
+OWN_PROCESS = object()
+"""What the context holds at first where the process was started for the command alone."""
 
 
 class _Commands(TyperGroup):
@@ -51,6 +53,7 @@ class _Commands(TyperGroup):
 
     def invoke(self, ctx: Any) -> Any:
         with interruptible(ENDINGS) as interruption:
+            interruption.owns_process = ctx.obj is OWN_PROCESS
             ctx.obj = interruption
             try:
                 return super().invoke(ctx)

@@ -22,9 +22,9 @@ Reference = list[Any]  # [block, byte offset, number of entries, type]
 EXAMPLE_SHADES = ("selective_log_partition", "entropy")
 
 
-def gzipped(raw: bytes) -> str:
+def gzipped(raw: bytes, level: int = 9) -> str:
     """The bytes compressed by gzip, in base64; the page's script unpacks it. The same bytes give the same text."""
-    return base64.b64encode(gzip.compress(raw, compresslevel=9, mtime=0)).decode("ascii")
+    return base64.b64encode(gzip.compress(raw, compresslevel=level, mtime=0)).decode("ascii")
 
 
 class Block:

@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 
 PAGE_BYTES = 7_700_000
 """The largest page."""
+DRAWING_LIBRARY_LEVEL = 5
+"""Of gzip, for plotly.js: one hundredth larger than at level 9, in less than half the time."""
 SCRIPTS = (
     "shared.js",
     "data.js",
@@ -113,7 +115,7 @@ def plotly_script() -> tuple[str, str]:
 
 @lru_cache(maxsize=1)
 def _packed_script(script: str) -> tuple[str, str]:
-    return gzipped(script.encode()), hashed(script)
+    return gzipped(script.encode(), DRAWING_LIBRARY_LEVEL), hashed(script)
 
 
 def _layer_payload(sublayers: list[dict[str, Any]], columns: dict[str, Column]) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Int64
 
 from massieu.errors import require_extra
 from massieu.foundation.numbers import with_error
@@ -156,7 +156,7 @@ def columns_of(frame: "polars.DataFrame", cells: dict[tuple[str, int | None], in
     Returns:
         Columns by statistic's name, in the order of the table.
     """
-    places = np.array([cells.get(key, -1) for key in zip(frame["site"], frame["head"], strict=True)], dtype=np.int64)
+    places = _cells_of_rows(frame, cells)
     numbered = frame.select("statistic", "value", "standard_error", "count").with_columns(
         require_extra("polars", "probe").Series("cell", places)
     )
@@ -172,6 +172,24 @@ def columns_of(frame: "polars.DataFrame", cells: dict[tuple[str, int | None], in
         count[cell[has_cell]] = part["count"].fill_null(0).to_numpy()[has_cell]
         columns[str(statistic)] = Column(value, error, count)
     return columns
+
+
+def _cells_of_rows(frame: "polars.DataFrame", cells: dict[tuple[str, int | None], int]) -> Int64[np.ndarray, " rows"]:
+    """The cell of each row's site and head; −1 for a row that has none."""
+    polars = require_extra("polars", "probe")
+    names = frame["site"].unique(maintain_order=True)
+    site = frame["site"].cast(polars.Enum(names)).to_physical().to_numpy()
+    most_heads = max((head + 1 for _, head in cells if head is not None), default=0)
+    # (sites, heads and two): the last but one column is of rows without a head, the last one of heads that nobody knows.
+    cell_of = np.full((len(names), most_heads + 2), -1, dtype=np.int64)
+    number_of = {name: number for number, name in enumerate(names)}
+    for (name, head), cell in cells.items():
+        if name in number_of:
+            cell_of[number_of[name], most_heads if head is None else head] = cell
+    heads = frame["head"].cast(polars.Int64)
+    unknown = (heads < 0) | (heads >= most_heads)
+    column = heads.set(unknown.fill_null(False), most_heads + 1).fill_null(most_heads).to_numpy()
+    return cell_of[site, column]
 
 
 def head_columns(sites: list[MapRow], heads: "polars.DataFrame") -> dict[str, Column]:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from massieu.errors import InputError, require_extra
+from massieu.interruption import interruptible
 from massieu.probing.model import packed
 from massieu.probing.model.checkpoint import (
     CheckpointFiles,
@@ -235,6 +236,8 @@ def _read_weights(
     source: ModelSource, config: Any, dtype: torch.dtype, device: torch.device, *, keeps_head: bool
 ) -> _ReadWeights:
     transformers = require_extra("transformers", "probe")
+    with interruptible() as interruption, interruption.loading():
+        require_extra("transformers.modeling_utils", "probe")
     options = {**source.options, "output_loading_info": True, "ignore_mismatched_sizes": True}
     device_map: Any = source.wanted.device_map
     if device_map is None and getattr(config, "quantization_config", None) is not None:

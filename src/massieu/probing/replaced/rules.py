@@ -2,6 +2,8 @@
 
 A rule is called with an `AttentionCall` and returns outputs, (B, L, H, Dv). Masks, causality, caps of scores, learned sinks
 and grouped keys are the model's own; a query that sees no key gets 0. All but `Resampled` and `Received` are differentiable.
+
+Rooms that a single rule needs are imported when it is called: a probe that replaces nothing begins without them.
 """
 
 import math
@@ -14,7 +16,6 @@ import torch
 from torch import Tensor
 
 from massieu import ops
-from massieu.energy.entmax import entmax
 from massieu.errors import InputError
 from massieu.probing.capture.attention_call import AttentionCall
 from massieu.probing.replaced.shared import (
@@ -32,8 +33,6 @@ from massieu.probing.replaced.shared import (
     settings_of,
     softmax,
 )
-from massieu.regression import ExponentialKernel, conditional_mean_attention
-from massieu.solve import Status, fixed_point
 
 Rule = Callable[[AttentionCall], Tensor]
 
@@ -137,6 +136,8 @@ class AtRest:
     lost: int = field(default=0, compare=False)
 
     def __call__(self, call: AttentionCall) -> Outputs:
+        from massieu.solve import Status, fixed_point
+
         needs_scores(self, call)
 
         def retrieval_step(point: Tensor, query: Tensor, key: Tensor) -> Tensor:
@@ -167,6 +168,8 @@ class Entmax:
     alpha: float
 
     def __call__(self, call: AttentionCall) -> Outputs:
+        from massieu.energy.entmax import entmax
+
         return by_weights(call, self, lambda logits: entmax(logits, self.alpha))
 
 
@@ -256,6 +259,8 @@ class ConditionalMean:
 
     def _with_shared_keys(self, call: AttentionCall) -> Outputs:
         """The output where all queries of an item see the same keys."""
+        from massieu.regression import ExponentialKernel, conditional_mean_attention
+
         query = call.query.double()
         key = call.key.double()
         value = call.value.double()

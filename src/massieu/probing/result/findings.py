@@ -63,24 +63,44 @@ COLLAPSE = _Kind(
 
 
 class _Lookup:
-    """Cells of a long table by (site, head, statistic)."""
+    """Cells of a long table by (site, head, statistic).
+
+    A table may have a million rows, and a finding asks for a few statistics: their cells are read when they are asked for.
+
+    Attributes:
+        layers: the layer of each site.
+        order: all places, in the order of the table.
+        statistics: those with a row, be it without a number.
+    """
 
     def __init__(self, frame: Any) -> None:
-        self.cells: dict[tuple[str, int | None, str], Cell] = {}
         self.layers: dict[str, int | None] = {}
         self.order: dict[Place, None] = {}
-        self.statistics: set[str] = set()  # those with a row, be it without a number
-        for site, layer, head, statistic, value, error, count in frame.iter_rows():
-            if value is not None:  # a place without a number is neither counted nor compared
-                self.cells[site, head, statistic] = (value, float("nan") if error is None else error, count)
+        for site, layer, head in frame.select("site", "layer", "head").unique(maintain_order=True).iter_rows():
             self.layers[site] = layer
             self.order[site, head] = None
-            self.statistics.add(statistic)
+        columns = ("site", "head", "value", "standard_error", "count")
+        parts = frame.partition_by("statistic", as_dict=True)
+        self._rows = {statistic: part.select(columns) for (statistic,), part in parts.items()}
+        self._cells: dict[str, dict[Place, Cell]] = {}
+        self.statistics = set(self._rows)
+
+    def cells(self, statistic: str) -> dict[Place, Cell]:
+        """The cell of each place where the statistic has a number; others are neither counted nor compared."""
+        if statistic not in self._cells:
+            rows = self._rows[statistic].iter_rows() if statistic in self._rows else ()
+            self._cells[statistic] = {
+                (site, head): (value, float("nan") if error is None else error, count)
+                for site, head, value, error, count in rows
+                if value is not None
+            }
+        return self._cells[statistic]
 
     def column(self, statistic: str) -> tuple[list[Place], np.ndarray]:
         """All places that have this statistic, and its values there."""
-        places = [place for place in self.order if (*place, statistic) in self.cells]
-        values = np.array([self.cells[(*place, statistic)][0] for place in places])
+        cells = self.cells(statistic)
+        places = [place for place in self.order if place in cells]
+        values = np.array([cells[place][0] for place in places])
         return places, values
 
     def without(self, statistic: str) -> str:
@@ -91,12 +111,12 @@ class _Lookup:
         return f" ({counted(missing, 'head')} without a number)" if missing else ""
 
     def get(self, place: Place, statistic: str) -> Cell:
-        return self.cells.get((*place, statistic), _MISSING)
+        return self.cells(statistic).get(place, _MISSING)
 
     def over_all(self, place: Place, statistic: str) -> str:
         """The whole text's number, which maps and tables show; empty where the sentence already quotes that number."""
         value = self.get(place, statistic)[0]
-        has_second_half = (*place, f"{statistic}/second_half") in self.cells
+        has_second_half = place in self.cells(f"{statistic}/second_half")
         if not has_second_half or not np.isfinite(value):
             return ""
         return f"{number(value)} over the whole text"
@@ -142,7 +162,7 @@ class _Lookup:
         chosen = np.argmax(first_half) if largest else np.argmin(first_half)
         place = places[int(chosen)]
         second_half = f"{statistic}/second_half"
-        has_second_half = (*place, second_half) in self.cells
+        has_second_half = place in self.cells(second_half)
         return place, self.get(place, second_half if has_second_half else statistic)
 
 
@@ -463,7 +483,7 @@ def _given_back(layers: _Lookup, fall: _Part, half_degrees: float, unit: str) ->
     if following is None or not fall.cell[0] < 0:
         return ""
     second_half = f"{fall.statistic}/second_half"
-    has_second_half = (*following, second_half) in layers.cells
+    has_second_half = following in layers.cells(second_half)
     rise = layers.get(following, second_half if has_second_half else fall.statistic)
     value, error, _ = rise
     significant = student_p(np.array(value), np.array(error), np.array(half_degrees)) < SIGNIFICANT

@@ -1,10 +1,11 @@
 """The two long tables of a result: built row by row, read back from what was stored."""
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from jaxtyping import Real
+from jaxtyping import Float64, Int64, Real
 
 from massieu.errors import InputError, require_extra
 
@@ -22,7 +23,7 @@ class TableBuilder:
     """
 
     def __init__(self) -> None:
-        self._rows: list[tuple[str | float | None, ...]] = []
+        self._blocks: list[_Block] = []
 
     def add(
         self,
@@ -48,9 +49,17 @@ class TableBuilder:
             raise ValueError(f"values must have shape (heads,), got {values.shape}")
         errors = np.nan if standard_error is None else standard_error
         counts = np.rint(count).astype(np.int64)
-        columns = (np.broadcast_to(column, values.shape).ravel().tolist() for column in (values, errors, counts))
-        heads = range(len(values)) if values.ndim else [None]
-        self._rows += [(site, layer, head, statistic, *numbers) for head, *numbers in zip(heads, *columns, strict=True)]
+        self._blocks.append(
+            _Block(
+                site,
+                layer,
+                statistic,
+                has_heads=values.ndim == 1,
+                values=np.atleast_1d(values),
+                errors=np.broadcast_to(errors, values.shape).reshape(-1),
+                counts=np.broadcast_to(counts, values.shape).reshape(-1),
+            )
+        )
 
     def frame(self) -> "polars.DataFrame":
         """The table, rows in the order in which they were added.
@@ -59,8 +68,42 @@ class TableBuilder:
             MissingExtraError: polars is not installed.
         """
         polars = require_extra("polars", "probe")
-        table = polars.DataFrame(self._rows, schema=schema(), orient="row")
-        return table.with_columns(polars.col("value", "standard_error").fill_nan(None))
+        if not self._blocks:
+            return polars.DataFrame(schema=schema())
+        # Which block each row belongs to. Names are written once a block: heads times statistics may be a million rows.
+        block = np.repeat(np.arange(len(self._blocks)), [len(each.values) for each in self._blocks])
+        columns = {
+            "site": polars.Series([each.site for each in self._blocks]).gather(block),
+            "layer": polars.Series([each.layer for each in self._blocks], dtype=polars.Int32).gather(block),
+            "head": np.concatenate([each.heads() for each in self._blocks]),
+            "statistic": polars.Series([each.statistic for each in self._blocks]).gather(block),
+            "value": np.concatenate([each.values for each in self._blocks]),
+            "standard_error": np.concatenate([each.errors for each in self._blocks]),
+            "count": np.concatenate([each.counts for each in self._blocks]),
+        }
+        table = polars.DataFrame(columns, schema_overrides=schema())
+        is_a_head = polars.col("head") >= 0
+        return table.with_columns(
+            polars.when(is_a_head).then(polars.col("head")),
+            polars.col("value", "standard_error").fill_nan(None),
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class _Block:
+    """The rows of one statistic at one site: one for each head, or a single one without a head."""
+
+    site: str
+    layer: int | None
+    statistic: str
+    has_heads: bool
+    values: Float64[np.ndarray, " rows"]
+    errors: Float64[np.ndarray, " rows"]
+    counts: Int64[np.ndarray, " rows"]
+
+    def heads(self) -> Int64[np.ndarray, " rows"]:
+        """The number of each row's head, −1 where there is none."""
+        return np.arange(len(self.values)) if self.has_heads else np.array([-1])
 
 
 def schema() -> dict[str, Any]:

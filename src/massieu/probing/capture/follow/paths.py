@@ -1,8 +1,8 @@
 """The modules that are running, and which of them attends."""
 
-from torch import nn
+import sys
 
-from massieu.nn.strategy import Heads
+from torch import nn
 
 Path = tuple[nn.Module, ...]
 """The modules that are running, the outermost first."""
@@ -21,6 +21,12 @@ def common_path(*paths: Path) -> Path:
 def owner_of(path: Path) -> nn.Module | None:
     """The innermost module that has parameters; heads belong to their module, whose projections make the scores."""
     for module in reversed(path):
-        if not isinstance(module, Heads) and next(module.parameters(), None) is not None:
+        if not _is_heads(module) and next(module.parameters(), None) is not None:
             return module
     return None
+
+
+def _is_heads(module: nn.Module) -> bool:
+    """Whether it is a strategy of our `Attention`. Where nobody has imported these, no module is one."""
+    strategies = sys.modules.get("massieu.nn.strategy")
+    return strategies is not None and isinstance(module, strategies.Heads)
