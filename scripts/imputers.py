@@ -19,7 +19,7 @@ from massieu.sklearn import BoltzmannEstimator
 
 MISSING = 0.1
 DRAWS = 3
-TABLES = {"wines": load_wine, "irises": load_iris}
+TABLES = {"wines": load_wine(return_X_y=True)[0], "irises": load_iris(return_X_y=True)[0]}
 
 
 def machine(holes: np.ndarray) -> np.ndarray:
@@ -52,8 +52,7 @@ def error(fill: Callable[[np.ndarray], np.ndarray], table: np.ndarray, seed: int
 
 
 def main() -> None:
-    for name, load in TABLES.items():
-        table = load().data
+    for name, table in TABLES.items():
         for imputer, fill in IMPUTERS.items():
             errors = ", ".join(f"{error(fill, table, seed):.2f}" for seed in range(DRAWS))
             print(f"{name}, {imputer}: {errors}")
