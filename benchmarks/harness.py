@@ -11,7 +11,7 @@ import resource
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -209,7 +209,7 @@ def steps(names: Iterable[str]) -> Iterator[str]:
         yield name
 
 
-def write(name: str, rows: list[Comparison], **more: object) -> Path:
+def write(name: str, rows: Sequence[Comparison], **more: object) -> Path:
     """Write ``results/<name>.json`` and print the rows as a table."""
     path = save(name, rows=[asdict(row) | {"met": row.met} for row in rows], **more)
     for row in rows:

@@ -61,6 +61,19 @@ def probe(content: Json) -> str:
     return f"{comparisons.section(content)}\n{table(['tokens of text', 'peak resident memory'], peaks)}"
 
 
+def growth(content: Json) -> str:
+    once = [[row["name"].partition(":")[0], duration(row["seconds_once"])] for row in content["rows"]]
+    return "\n".join(
+        [
+            "A probe of random tokens by a model with random weights, all default statistics with eight draws, each in a fresh "
+            "process. Time is that of one more window, memory the peak of the process; the reference is a probe of half the "
+            "windows. Each was run once, so no ratio has an interval.\n",
+            comparisons.section(content),
+            table(["work", "what is paid once, tables and page included"], once),
+        ]
+    )
+
+
 def monitor(content: Json) -> str:
     shares = [
         f"{row['name'].partition(':')[0]} {100 * (row['time_ratio'] - 1):.2f} % "

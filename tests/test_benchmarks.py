@@ -1,5 +1,6 @@
 """The benchmarks' own arithmetic, that the sides of a comparison do the same work, and that the page says what was measured."""
 
+import dataclasses
 import importlib
 import math
 import sys
@@ -30,6 +31,7 @@ def _module(name: str) -> ModuleType:
 comparisons, explicit, fit, harness = map(_module, ("comparisons", "explicit_attention", "fit", "harness"))
 lengths, losses, on_cuda, page, right = map(_module, ("lengths", "losses", "on_cuda", "page", "right"))
 conditional_mean, how_long, scaling, sections = map(_module, ("conditional_mean", "how_long", "scaling", "sections"))
+growth = _module("growth")
 RESULTS = page.read(FOLDER / "results")
 
 
@@ -251,6 +253,37 @@ def test_the_page_of_a_fixture():
     )
     assert "| work | 250 ms | 1 s | 4.00 |" in text
     assert text.index("## Attention, log Z, moments") < text.index("## new") < text.index("## CUDA: not measured")
+
+
+@pytest.mark.parametrize("divided_by", [1, 7, 10**6])
+def test_texts_double_and_are_whole_batches(divided_by):
+    for part in growth.PARTS.values():
+        quarter, half, whole = part.texts(divided_by)
+        assert (half, whole) == (2 * quarter, 4 * quarter)
+        assert quarter % part.batch_size == 0
+        assert whole <= max(part.windows // divided_by, 4 * growth.FEWEST_BATCHES * part.batch_size)
+
+
+def test_growth_is_one_more_window_beside_one_of_half_the_text(monkeypatch, tmp_path):
+    monkeypatch.setattr(harness, "RESULTS", tmp_path)
+    half = growth.Read(windows=50, seconds_per_window=0.1, seconds_once=3.0, peak_mib=400.0)
+    grown = growth.Read(windows=100, seconds_per_window=0.105, seconds_once=3.5, peak_mib=480.0)
+    row = growth.row("windows", half, grown)
+    assert row.time_ratio == pytest.approx(1.05)
+    assert row.memory_ratio == pytest.approx(1.2)
+    assert row.met is False  # a fifth more memory
+    harness.write("growth", [row, growth.row("heads", half, half)])
+    assert growth.stored_rows(without=["heads"]) == [dataclasses.replace(row, time_interval=list(row.time_interval))]
+    text = page.page(page.read(tmp_path))
+    assert "| 100 windows of 16, 4 layers of 4 heads | 3.5 s |" in text
+
+
+def test_a_small_text_is_read_as_a_large_one():
+    part = growth.Part(layers=1, heads=2, width=8, windows=8, length=6, batch_size=2)
+    read = growth.read(part, windows=8)
+    assert read.windows == 8
+    assert read.seconds_per_window > 0
+    assert read.peak_mib > 0
 
 
 def test_what_a_run_takes_is_stored_and_said_before_the_next(monkeypatch, tmp_path):
