@@ -263,7 +263,7 @@ class Slab:
             return None
         low, high = problem.band
         keys = problem.key.shape[2]
-        query = torch.arange(self.rows.start, self.rows.stop, dtype=torch.int32)
+        query = torch.arange(self.rows.start, self.rows.stop, dtype=torch.int32, device=problem.query.device)
         first = torch.zeros_like(query) if low is None else (query + low).clamp_(0, keys)
         end = (query + high + 1).clamp_(0, keys)
         return torch.stack([first, torch.maximum(first, end)], 1) - self.seen.first
