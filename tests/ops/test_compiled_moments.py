@@ -2,7 +2,6 @@
 
 import ctypes
 import math
-import os
 import subprocess
 import sys
 
@@ -16,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from massieu import ops
-from massieu.ops.compiled import library, moments, row_sums
+from massieu.ops.compiled import library, row_sums
 from massieu.ops.moments import NAMES, MomentsResult
 
 pytestmark = pytest.mark.needs("compiler")
@@ -86,24 +85,6 @@ def test_threads_change_no_bit(option):
         torch.testing.assert_close(one, other, atol=20 * EPS * 30, rtol=0, msg=name)
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
-def test_a_forked_process_has_threads_of_its_own():
-    """Those of its parent are not there, and would be waited for for ever."""
-    tensors = inputs(170, 53)[:2]
-    before = torch.get_num_threads()
-    try:
-        torch.set_num_threads(2)
-        wanted = ops.attention_moments(*tensors, backend="compiled", moments=["entropy"]).entropy
-        child = os.fork()
-        if child == 0:
-            threads = moments._threads()
-            os._exit(0 if threads is not None and threads.submit(lambda: True).result(60) else 1)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    finally:
-        torch.set_num_threads(before)
-    assert wanted is not None and wanted.isfinite().all()
-
-
 @every_row("keys", [1, 3, 4, 7, 8, 15, 16, 17, 31, 33, 1023, 1024, 1025, 2049])
 def test_every_rest_of_a_register(keys):
     scores = draw(2, 3, keys, dtype=torch.float32) * 4
@@ -113,7 +94,7 @@ def test_every_rest_of_a_register(keys):
             for weights in (False, True):
                 found = row_sums.RowSums.empty((1, 3), some)
                 tile = some.clone()
-                found.write(tile, None, 0, None, masked, names, weights, None)
+                found.write(tile, None, 0, None, masked, names, weights)
                 exact = some.double()
                 visible = exact > -math.inf
                 count = visible.sum(-1, keepdim=True)
@@ -141,7 +122,7 @@ def test_the_exponential_to_two_units_in_the_last_place():
     x = torch.linspace(-87, 0, 200_003)
     found = row_sums.RowSums.empty((1, 1), x)
     tile = x.clone()[None, None]
-    found.write(tile, None, 0, None, False, {"total"}, True, None)
+    found.write(tile, None, 0, None, False, {"total"}, True)
     assert float((tile.double() / x.double().exp() - 1).abs().max()) <= 2 * EPS
 
 

@@ -1,9 +1,6 @@
 """Moments of attention's weights in tiles whose sums are compiled code: the CPU's counterpart of the kernel in Triton."""
 
-import functools
-import os
 from collections.abc import Set
-from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import replace
 
 import torch
@@ -57,32 +54,20 @@ class CompiledMoments:
     def forward(self, problem: AttentionProblem, *others: Tensor) -> tuple[Tensor, ...]:
         """The moments ``(B, Hk, G, L)``, and the output where there are values."""
         plan = Plan.of(problem, PAIRS_PER_THREAD, buffers=1, keys=moment_blocks.KEYS)
-        return moment_blocks.run(plan, moment_blocks.MOMENTS, self._names, functools.partial(_sums, _threads()))
+        return moment_blocks.run(plan, moment_blocks.MOMENTS, self._names, _sums)
 
 
-def _threads() -> Executor | None:
-    """As many threads as PyTorch uses beside this one; None where it uses no other."""
-    count = torch.get_num_threads()
-    return None if count == 1 else _pool(count - 1, os.getpid())
-
-
-@functools.lru_cache(maxsize=1)
-def _pool(count: int, process: int) -> Executor:
-    """Threads that wait for rows, until another number is wanted; a process that was forked has its own."""
-    return ThreadPoolExecutor(count, thread_name_prefix="massieu-row-sums")
-
-
-def _sums(threads: Executor | None, slab: Slab, needed: Set[str]) -> Sums:
+def _sums(slab: Slab, needed: Set[str]) -> Sums:
     """The sums of a slab where every visible key counts the same, as tensor operations give them."""
     seen = slab.per_query(slab.seen.count)
     rows = RowSums.empty(slab.query.shape[:2], slab.query)
     for tile in slab.tiles() if needed else ():
         # The tiles of the same heads follow each other, from their first keys to the last.
         if tile.keys.start == 0:
-            _write(tile, None, rows, tile.heads.start, needed, threads)
+            _write(tile, None, rows, tile.heads.start, needed)
             tile.add_product(tile.scores, None)
         else:
-            _merge(tile, rows, needed, threads)
+            _merge(tile, rows, needed)
         if slab.product is not None and tile.keys.stop == slab.key.shape[2]:
             tile.divide_product(rows.sums["total"][tile.heads])
     if needed and not torch.equal(rows.sums["count"], seen):
@@ -92,23 +77,21 @@ def _sums(threads: Executor | None, slab: Slab, needed: Set[str]) -> Sums:
     return rows.sums | {"count": seen.clamp_min(1), "position": position}
 
 
-def _write(
-    tile: Tile, before: Tensor | None, into: RowSums, head: int, needed: Set[str], threads: Executor | None
-) -> None:
+def _write(tile: Tile, before: Tensor | None, into: RowSums, head: int, needed: Set[str]) -> None:
     """Write the sums over a tile's keys, relative to the largest score of these and the keys before, from a head on."""
     ranges = tile.ranges()
     masked = ranges is None and tile.is_mixed
     if masked:
         tile.fill_hidden(-torch.inf)
     weights = tile.slab.product is not None
-    into.write(tile.scores, before, head, ranges, masked, needed, weights, threads)
+    into.write(tile.scores, before, head, ranges, masked, needed, weights)
 
 
-def _merge(tile: Tile, rows: RowSums, needed: Set[str], threads: Executor | None) -> None:
+def _merge(tile: Tile, rows: RowSums, needed: Set[str]) -> None:
     """Add a tile's keys to the sums over the keys before."""
     before = {name: rows.named(name)[tile.heads] for name in {"top", "count"} | needed}
     of_tile = RowSums.empty(tile.scores.shape[:2], tile.scores)
-    _write(tile, before["top"], of_tile, 0, needed, threads)
+    _write(tile, before["top"], of_tile, 0, needed)
     of_tile.position.add_(tile.keys.start)
     new = {name: of_tile.named(name) for name in before}
     fall = (before["top"] - new["top"]).clamp_min_(moment_blocks.lowest_exponent(tile.scores.dtype))

@@ -203,7 +203,7 @@ INLINE void sum_row(const float *scores, float *weights, int64_t keys, int32_t f
   into->second[row] = of_second;
 }
 
-/* The sums of rows start … stop − 1 of a tile.
+/* A call: the sums of a tile's rows.
 
    scores: (rows, keys), one row after the other; where WEIGHTS is asked for, exp(score − top) takes their place.
    before: the largest score of each row over keys before these, or NULL.
@@ -212,8 +212,20 @@ INLINE void sum_row(const float *scores, float *weights, int64_t keys, int32_t f
    sums: where the sum number s of row r goes, at sums[s·stride + r], in the order of `Results`.
    positions: the first key with the largest score, where that is a key of this tile.
    With MASKED a score of −∞ is that of a hidden pair. */
-void massieu_row_sums(float *scores, const float *before, const int32_t *ranges, float *sums, int32_t *positions,
-                      int64_t start, int64_t stop, int64_t keys, int64_t period, int64_t stride, int32_t what) {
+typedef struct {
+  float *scores;
+  const float *before;
+  const int32_t *ranges;
+  float *sums;
+  int32_t *positions;
+  int64_t rows, keys, period, stride;
+  int (*thread)(void), (*threads)(void); /* of OpenMP: the number of this thread, and how many share the rows */
+  int32_t what;
+} Call;
+
+static void sum_rows(const Call *call, int64_t start, int64_t stop) {
+  const int64_t stride = call->stride, keys = call->keys;
+  float *sums = call->sums;
   Results into = {sums,
                   sums + stride,
                   sums + 2 * stride,
@@ -222,18 +234,19 @@ void massieu_row_sums(float *scores, const float *before, const int32_t *ranges,
                   sums + 5 * stride,
                   sums + 6 * stride,
                   sums + 7 * stride,
-                  positions};
+                  call->positions};
   for (int64_t row = start; row < stop; row++) {
-    float *of_row = scores + row * keys;
-    int32_t first = ranges ? ranges[2 * (row % period)] : 0;
-    int64_t end = ranges ? ranges[2 * (row % period) + 1] : keys;
+    const int32_t *range = call->ranges ? call->ranges + 2 * (row % call->period) : 0;
+    int32_t first = range ? range[0] : 0;
+    int64_t end = range ? range[1] : keys;
+    float *of_row = call->scores + row * keys;
     float *seen = of_row + first;
     int64_t count = end - first;
     float so_far = -__builtin_inff();
     /* A row of hidden pairs alone has a finite top, so that no difference of tops is one of infinities. */
-    if (ranges || (what & MASKED)) so_far = -__FLT_MAX__;
-    if (before) so_far = before[row];
-    if (what & WEIGHTS) {
+    if (range || (call->what & MASKED)) so_far = -__FLT_MAX__;
+    if (call->before) so_far = call->before[row];
+    if (call->what & WEIGHTS) {
       memset(of_row, 0, first * sizeof(float));
       memset(of_row + end, 0, (keys - end) * sizeof(float));
     }
@@ -241,7 +254,7 @@ void massieu_row_sums(float *scores, const float *before, const int32_t *ranges,
   case wanted: \
     sum_row(seen, seen, count, first, so_far, (wanted) & ~MASKED, (wanted) & MASKED, row, &into); \
     break;
-    switch (what) {
+    switch (call->what) {
       CASE(0)
       CASE(SPREAD)
       CASE(EXPONENTIALS | SPREAD)
@@ -252,4 +265,23 @@ void massieu_row_sums(float *scores, const float *before, const int32_t *ranges,
       CASE(MASKED | EXPONENTIALS | WEIGHTS | SPREAD)
     }
   }
+}
+
+static void sum_share(void *given) {
+  const Call *call = given;
+  int64_t thread = call->thread(), threads = call->threads();
+  sum_rows(call, call->rows * thread / threads, call->rows * (thread + 1) / threads);
+}
+
+/* `parallel` is GOMP_parallel of the OpenMP that PyTorch uses, so that its threads do this too: a second set of threads would
+   wait for the first, which spin. NULL for this thread alone. */
+void massieu_row_sums(float *scores, const float *before, const int32_t *ranges, float *sums, int32_t *positions,
+                      int64_t rows, int64_t keys, int64_t period, int64_t stride, int32_t what,
+                      void (*parallel)(void (*)(void *), void *, unsigned, unsigned), int (*thread)(void),
+                      int (*threads)(void), int32_t wanted) {
+  Call call = {scores, before, ranges, sums, positions, rows, keys, period, stride, thread, threads, what};
+  if (parallel && wanted > 1)
+    parallel(sum_share, &call, wanted, 0);
+  else
+    sum_rows(&call, 0, rows);
 }

@@ -2,10 +2,8 @@
 
 import ctypes
 import functools
-from collections.abc import Callable, Sequence, Set
-from concurrent.futures import Executor
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -53,7 +51,6 @@ class RowSums:
         masked: bool,
         names: Set[str],
         weights: bool,
-        threads: Executor | None,
     ) -> None:
         """Write the sums over the keys of some heads.
 
@@ -66,7 +63,6 @@ class RowSums:
             masked: whether a score of −∞ is that of a hidden pair; else every pair in the range is visible.
             names: of the sums that are needed; others may not be written.
             weights: whether exp(score − top) takes the place of the scores.
-            threads: what shares the rows; None for this thread alone.
         """
         what = EXPONENTIALS * (weights or not names.isdisjoint(WITH_EXPONENTIALS))
         what |= SPREAD * (what > 0 or "spread" in names)
@@ -76,30 +72,20 @@ class RowSums:
         rows = heads * length
         stride = self.position.numel()
         skipped = 4 * head * length  # bytes of the heads before
-        addresses = (
+        _function()(
             scores.data_ptr(),
             None if before is None else before.data_ptr(),
             None if ranges is None else ranges.data_ptr(),
             self.numbers.data_ptr() + skipped,
             self.position.data_ptr() + skipped,
+            rows,
+            keys,
+            1 if ranges is None else len(ranges),
+            stride,
+            what,
+            *_threads(),
+            min(torch.get_num_threads(), rows // LEAST_ROWS),
         )
-        period = 1 if ranges is None else len(ranges)
-        function = _function()
-
-        def of_rows(start: int, stop: int) -> None:
-            function(*addresses, start, stop, keys, period, stride, what)
-
-        _shared(of_rows, rows, threads)
-
-
-def _shared(of_rows: Callable[[int, int], None], rows: int, threads: Executor | None) -> None:
-    """Do some rows in each thread, the last of them in this one."""
-    count = 1 if threads is None else max(1, min(torch.get_num_threads(), rows // LEAST_ROWS))
-    *parts, own = pairwise([rows * part // count for part in range(count + 1)])
-    others = [] if threads is None else [threads.submit(of_rows, *part) for part in parts]
-    of_rows(*own)
-    for other in others:
-        other.result()
 
 
 @functools.cache
@@ -108,9 +94,22 @@ def _function() -> Any:
     loaded = library()
     assert not isinstance(loaded, str), loaded
     function = loaded.massieu_row_sums
-    function.argtypes = [ctypes.c_void_p] * 5 + [ctypes.c_int64] * 5 + [ctypes.c_int32]
+    function.argtypes = [
+        *([ctypes.c_void_p] * 5 + [ctypes.c_int64] * 4 + [ctypes.c_int32]),
+        *([ctypes.c_void_p] * 3 + [ctypes.c_int32]),
+    ]
     function.restype = None
     return function
+
+
+@functools.cache
+def _threads() -> tuple[Any, Any, Any]:
+    """How the OpenMP of PyTorch starts its threads, numbers and counts them; None three times where it is another's."""
+    process = ctypes.CDLL(None)
+    names = "GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads"
+    if not all(hasattr(process, name) for name in names):
+        return None, None, None
+    return tuple(ctypes.cast(getattr(process, name), ctypes.c_void_p) for name in names)
 
 
 @functools.cache
@@ -130,7 +129,7 @@ def _wrong_sum() -> str | None:
     scores[..., ::2] = -torch.inf
     exact = _exact_sums(scores[..., 1::2].double())
     found_sums = RowSums.empty((1, rows), scores)
-    found_sums.write(scores, None, 0, None, True, set(SUMS), False, None)
+    found_sums.write(scores, None, 0, None, True, set(SUMS), False)
     for name, found in found_sums.sums.items():
         error = float((found - exact[name]).abs().max())
         # The sums are of at most a few hundred terms, which rounding to float32 changes by at most 2⁻²⁴ of their size.
