@@ -120,8 +120,8 @@ def attention_moments(
 ) -> MomentsResult[Tensor] | MomentsResult[Tensor | None]:
     """Log-partition, entropy and moments of the scores of every query, in memory linear in queries and keys.
 
-    Without gradient (under `torch.no_grad`, or no argument requires it) on the CPU this costs about as much as fused
-    attention where there is a C compiler, and up to three times as much where there is none. On CUDA the same tiles are
+    Without gradient (under `torch.no_grad`, or no argument requires it) on the CPU this costs one to two times as much as
+    fused attention where there is a C compiler, and two to three times as much where there is none. On CUDA the same tiles are
     larger, and cost many times as much as fused attention; "triton" costs about twice as much as it. With a gradient,
     forward mode or a `torch.func` transform, and on other devices, the reference computes all moments, differentiable any
     number of times.
