@@ -241,21 +241,38 @@ def test_with_a_compiler_that_fails(fresh, monkeypatch, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_damaged_file_is_compiled_again(fresh):
+def test_a_damaged_file_is_compiled_again(fresh, monkeypatch, tmp_path):
     library.library()
     (kept,) = fresh.iterdir()
-    good = kept.read_bytes()
-    kept.unlink()
-    kept.write_bytes(good[:100])
+    # In another folder, since a process does not load a path anew.
+    damaged = tmp_path / "other" / "massieu" / kept.name
+    damaged.parent.mkdir(parents=True)
+    damaged.write_bytes(kept.read_bytes()[:100])
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "other"))
     library.library.cache_clear()
-    assert isinstance(library.library(), ctypes.CDLL) and kept.read_bytes()[:4] == good[:4]
-    assert len(kept.read_bytes()) == len(good)
+    assert isinstance(library.library(), ctypes.CDLL)
+    assert len(damaged.read_bytes()) == len(kept.read_bytes())
 
 
 @pytest.mark.slow
 def test_a_cache_that_cannot_be_written(fresh):
     fresh.write_text("a file in the place of the folder")
     assert isinstance(library.library(), ctypes.CDLL)
+
+
+@pytest.mark.slow
+def test_a_user_without_a_home(fresh, monkeypatch):
+    """As in a container whose user has no entry: nothing is kept, and nothing is made in the working directory."""
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(library.os.path, "expanduser", lambda path: path)
+    monkeypatch.chdir(fresh.parent)
+    assert isinstance(library.library(), ctypes.CDLL)
+    assert not [*fresh.parent.iterdir()]
+
+
+def test_without_a_folder_for_passing_files(fresh, monkeypatch):
+    monkeypatch.setattr(library.tempfile, "tempdir", str(fresh / "missing"))
+    assert "its code could not be compiled here: " in reason()
 
 
 @pytest.mark.slow

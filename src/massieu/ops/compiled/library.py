@@ -11,6 +11,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -40,6 +41,8 @@ def library() -> ctypes.CDLL | str:
         return _loaded()
     except NotCompiledError as reason:
         return str(reason)
+    except OSError as error:
+        return f"its code could not be compiled here: {error}"
 
 
 def _loaded() -> ctypes.CDLL:
@@ -47,20 +50,20 @@ def _loaded() -> ctypes.CDLL:
     source = SOURCE.read_bytes()
     flags = (*FLAGS, *PROCESSOR_FLAGS.get(torch.backends.cpu.get_cpu_capability(), ()))
     name = _name(source, flags)
-    kept = _cache_folder() / name
-    if kept.is_file():
-        try:
-            return ctypes.CDLL(str(kept))
-        except OSError:
-            pass  # A file that was damaged, or is for another system: it is compiled again below.
-    with tempfile.TemporaryDirectory(prefix="massieu-") as folder:
-        compiled = Path(folder) / name
+    folder = _cache_folder()
+    if folder is not None:
+        # It may be missing, damaged, or where this user may not read.
+        with suppress(OSError):
+            return ctypes.CDLL(str(folder / name))
+    with tempfile.TemporaryDirectory(prefix="massieu-") as passing:
+        compiled = Path(passing) / name
         _compile(source, flags, compiled)
-        _keep(compiled, kept)
-        try:
-            return ctypes.CDLL(str(compiled))
-        except OSError as error:
-            raise NotCompiledError(f"what the C compiler made cannot be loaded: {error}") from error
+        if folder is not None:
+            # First from the cache: nothing can be loaded from some systems' folder for passing files.
+            with suppress(OSError):
+                _keep(compiled, folder / name)
+                return ctypes.CDLL(str(folder / name))
+        return ctypes.CDLL(str(compiled))
 
 
 def _name(source: bytes, flags: tuple[str, ...]) -> str:
@@ -70,12 +73,14 @@ def _name(source: bytes, flags: tuple[str, ...]) -> str:
     return f"row_sums-{digest[:24]}.so"
 
 
-def _cache_folder() -> Path:
-    """Where compiled code is kept, as the XDG base directory specification says."""
+def _cache_folder() -> Path | None:
+    """Where compiled code is kept, as the XDG base directory specification says; None for a user without a home."""
     chosen = os.environ.get("XDG_CACHE_HOME", "")
     # The specification: a relative path is to be ignored.
-    base = Path(chosen) if os.path.isabs(chosen) else Path.home() / ".cache"
-    return base / "massieu"
+    if os.path.isabs(chosen):
+        return Path(chosen) / "massieu"
+    home = os.path.expanduser("~")
+    return Path(home) / ".cache" / "massieu" if os.path.isabs(home) else None
 
 
 def _compile(source: bytes, flags: tuple[str, ...], into: Path) -> None:
@@ -101,12 +106,13 @@ def _compile(source: bytes, flags: tuple[str, ...], into: Path) -> None:
 
 
 def _keep(compiled: Path, kept: Path) -> None:
-    """Copy the library into the cache, whole or not at all; a cache that cannot be written is done without."""
-    try:
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        descriptor, beside = tempfile.mkstemp(dir=kept.parent)
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(compiled.read_bytes())
-        os.replace(beside, kept)
-    except OSError:
-        return
+    """Copy the library into the cache, whole or not at all.
+
+    Raises:
+        OSError: the cache cannot be written.
+    """
+    kept.parent.mkdir(parents=True, exist_ok=True)
+    descriptor, beside = tempfile.mkstemp(dir=kept.parent)
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(compiled.read_bytes())
+    os.replace(beside, kept)

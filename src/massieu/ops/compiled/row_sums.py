@@ -109,7 +109,8 @@ def _threads() -> tuple[Any, Any, Any]:
     names = "GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads"
     if not all(hasattr(process, name) for name in names):
         return None, None, None
-    return tuple(ctypes.cast(getattr(process, name), ctypes.c_void_p) for name in names)
+    start, number, count = (ctypes.cast(getattr(process, name), ctypes.c_void_p) for name in names)
+    return start, number, count
 
 
 @functools.cache
