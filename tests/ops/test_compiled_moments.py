@@ -260,6 +260,14 @@ def test_a_cache_that_cannot_be_written(fresh):
     assert isinstance(library.library(), ctypes.CDLL)
 
 
+def test_it_is_tried_in_float32_whatever_the_default(fresh):
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert row_sums.failure() is None
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 @pytest.mark.slow
 def test_a_user_without_a_home(fresh, monkeypatch):
     """As in a container whose user has no entry: nothing is kept, and nothing is made in the working directory."""

@@ -126,7 +126,8 @@ def _wrong_sum() -> str | None:
     """A phrase about the first sum that is off by more than rounding, on a small tile; None if all are right."""
     # Ten keys after the last whole register of any size, and scores from which every second pair is hidden.
     rows, keys = 6, 90
-    scores = torch.sin(torch.arange(rows * keys, device="cpu") * 1.7).reshape(1, rows, keys) * 9
+    numbers = torch.arange(rows * keys, dtype=torch.float32, device="cpu")
+    scores = torch.sin(numbers * 1.7).reshape(1, rows, keys) * 9
     scores[..., ::2] = -torch.inf
     exact = _exact_sums(scores[..., 1::2].double())
     found_sums = RowSums.empty((1, rows), scores)
