@@ -97,11 +97,12 @@ def _compile(source: bytes, flags: tuple[str, ...], into: Path) -> None:
     code.write_bytes(source)
     command = [compiler, *flags, "-o", str(into), str(code)]
     try:
-        run = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, stdin=subprocess.DEVNULL)
+        run = subprocess.run(command, capture_output=True, timeout=SECONDS, stdin=subprocess.DEVNULL)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise NotCompiledError(f"the C compiler {compiler} did not run: {error}") from error
     if run.returncode != 0:
-        said = run.stderr.strip().splitlines() or ["it said nothing"]
+        # A compiler writes in the user's language, and not always in Python's encoding.
+        said = run.stderr.decode(errors="replace").strip().splitlines() or ["it said nothing"]
         raise NotCompiledError(f"the C compiler {compiler} failed: {said[0]}")
 
 
@@ -113,6 +114,10 @@ def _keep(compiled: Path, kept: Path) -> None:
     """
     kept.parent.mkdir(parents=True, exist_ok=True)
     descriptor, beside = tempfile.mkstemp(dir=kept.parent)
-    with os.fdopen(descriptor, "wb") as file:
-        file.write(compiled.read_bytes())
-    os.replace(beside, kept)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(compiled.read_bytes())
+        os.replace(beside, kept)
+    except OSError:
+        os.unlink(beside)
+        raise
