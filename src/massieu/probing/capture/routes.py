@@ -9,6 +9,7 @@ from massieu.foundation.listening import listening
 from massieu.probing.capture.attention_call import AttentionCall
 from massieu.probing.capture.capture import Capture, active
 from massieu.probing.capture.follow.mode import ScoreFollower
+from massieu.probing.capture.functions_called import FunctionsCalled
 from massieu.probing.capture.interface import reading_interface
 from massieu.probing.capture.own_calls import OwnCalls
 
@@ -35,6 +36,23 @@ def capturing(model: nn.Module, observer: Callable[[AttentionCall], Tensor | Non
     finally:
         # The two hold each other, and with them all that the observer holds, until the garbage collector comes by.
         capture.finish = _nothing
+
+
+@contextmanager
+def capturing_interface(
+    model: nn.Module, observer: Callable[[AttentionCall], Tensor | None]
+) -> Iterator[tuple[Capture, FunctionsCalled]]:
+    """`capturing` for a model that is known to attend by transformers' interface alone: nothing else is looked for.
+
+    It takes a fraction of the time of following scores. The functions that it names tell whether that knowledge holds: they
+    are to be those of a pass that was followed.
+
+    Raises:
+        InputError: as `capturing`.
+    """
+    capture = Capture({module: name for name, module in model.named_modules()}, observer)
+    with active(capture), reading_interface(model, capture), FunctionsCalled(capture) as called:
+        yield capture, called
 
 
 def _nothing() -> None:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from jaxtyping import Bool
+from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from massieu.probing.capture.attention_call import AttentionCall
@@ -31,6 +31,12 @@ def kind_of(tensor: Tensor) -> str | None:
     if bool(tensor.sum().isfinite()) or bool(tensor.isfinite().all()):
         return None
     return "NaN" if bool(tensor.isnan().any()) else "infinity"
+
+
+def finite_sum(tensor: Tensor) -> Float[Tensor, ""]:
+    """A number that is finite only where all numbers of a tensor are; nobody waits for it."""
+    half = tensor.dtype in (torch.float16, torch.bfloat16)
+    return tensor.detach().sum(dtype=torch.float32 if half else None).double()
 
 
 def _kind_of_few_bits(tensor: Tensor) -> str | None:

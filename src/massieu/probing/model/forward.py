@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from itertools import chain
 from typing import Any
 
 import torch
@@ -243,11 +244,12 @@ def real_mask(inputs: Mapping[str, Any], *, decoder: bool) -> Bool[Tensor, "B L"
 
 def device_of(module: nn.Module) -> torch.device | None:
     """The device of a module's first parameter, or else buffer, that is not offloaded; None where it has neither."""
-    tensors = [*module.parameters(), *module.buffers()]
-    first = next((tensor for tensor in tensors if not tensor.is_meta), None)
-    if first is None:
-        return execution_device(module) or next((tensor.device for tensor in tensors), None)
-    return first.device
+    # Mostly the first parameter of all answers.
+    for tensor in chain(module.parameters(), module.buffers()):
+        if not tensor.is_meta:
+            return tensor.device
+    nowhere = next((tensor.device for tensor in chain(module.parameters(), module.buffers())), None)
+    return execution_device(module) or nowhere
 
 
 def dtype_of(module: nn.Module) -> torch.dtype:

@@ -7,8 +7,8 @@ inside one fence: what fails costs a group its own numbers, and nothing else.
 import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -18,16 +18,18 @@ from torch import Tensor, nn
 from massieu.errors import InputError
 from massieu.probing.capture.attention_call import AttentionCall, AttentionSite
 from massieu.probing.capture.capture import Capture
+from massieu.probing.capture.functions_called import FunctionsCalled
 from massieu.probing.capture.layout import BatchLayout
-from massieu.probing.capture.routes import capturing
+from massieu.probing.capture.routes import capturing, capturing_interface
 from massieu.probing.capture.sites import SiteInfo
 from massieu.probing.capture.tokens import BatchTokens, Tokens, drawn_for
-from massieu.probing.checks.nonfinite import FirstTrouble, at_real, in_batch, in_call, kind_of
+from massieu.probing.checks.nonfinite import FirstTrouble, at_real, finite_sum, in_batch, in_call, kind_of
 from massieu.probing.data.token_names import AUDIO, frames_of
 from massieu.probing.model.forward import decoder_given, output_tensor, run
 from massieu.probing.model.model_inputs import model_inputs
 from massieu.probing.model.packed import dense_inside
 from massieu.probing.model.unexpected import OwnFunctionError, calling_own
+from massieu.probing.reading.joined_calls import WaitingCalls
 from massieu.probing.reading.options import Options
 from massieu.probing.reading.pooled import PooledLengths
 from massieu.probing.statistics import GROUP_CLASSES
@@ -60,6 +62,8 @@ _ITEMS_FIRST = BatchLayout()
 _CLOUD, _REPLAY, _QUERIES = range(3)
 _OF_THE_STREAM = frozenset({Event.STEPS, Event.WEIGHTS, Event.WINDOWS})
 """Events for which a group has to know the steps of the stream."""
+MOST_WAYS = 8
+"""So many passes may go another way through a model's code than those before, each of which costs a second pass."""
 _DIFFERENT_STREAMS = "the query and the key side read different streams"
 
 
@@ -74,6 +78,23 @@ class RowNumbers:
 
     rows: Sequence[int]
     sampled: Mapping[int, int]
+
+
+@dataclass(frozen=True)
+class KnownWays:
+    """Ways through the code of a model that attends by transformers' interface alone, of which a pass was followed.
+
+    Attributes:
+        codes: of the functions that were called; see `FunctionsCalled`.
+        tried: how often a pass went another way.
+    """
+
+    codes: set[int] = field(default_factory=set)
+    tried: int = 0
+
+    def tried_again(self) -> "KnownWays | None":
+        """The same with one try more; None where each batch seems to go a way of its own, so that all are followed."""
+        return None if self.tried == MOST_WAYS else replace(self, tried=self.tried + 1)
 
 
 class Reading(RunningParts):
@@ -149,6 +170,11 @@ class Reading(RunningParts):
         self._windows: Sequence[int] = ()
         self._numbers: RowNumbers | None = None
         self._sampled: list[SampledWindow] = []
+        self._waiting = WaitingCalls(sites)
+        by_interface = all(info.route == "interface" for info in sites) and not refused
+        self._known = KnownWays() if by_interface else None
+        self._read_sites: set[AttentionSite] = set()  # in the pass under way
+        self._sums: list[Tensor] = []  # finite where all numbers of the calls that were joined are
         self._chosen: dict[tuple[int, int, bool, bool], Tensor] = {}
         self.groups: dict[str, Group] = {}
         for group in groups:
@@ -196,17 +222,16 @@ class Reading(RunningParts):
         self._chosen.clear()
         self._sampled = [self._window(row, prepared, alone) for row in sampled]
         self.broken = False
+        self._waiting.clear()
+        self._sums.clear()
         # Groups measure inside the forward pass; their seconds are subtracted from those of the pass.
         before = sum(self.seconds.values())
         with self._timed("forward"):
             if self._pooled is not None:
                 self._pooled.look_ahead(self._tokens)
-            with torch.no_grad(), capturing(self.model, self._on_attention) as capture:
-                self._capture = capture
-                with self._following():
-                    output = output_tensor(self.model, run(self.model, prepared))
-                self.unexplained |= capture.unexplained
-            self._capture = None
+            with torch.no_grad():
+                output = output_tensor(self.model, self._run(prepared))
+                self._read_waiting()
             self.untold.update(self._tokens.untold())
             self._look_for_trouble(output)
             for group in self.groups.values():
@@ -218,13 +243,46 @@ class Reading(RunningParts):
             for window in self._sampled:
                 self._deliver(group, group.on_window, window)
 
-    def _following(self) -> AbstractContextManager[object]:
-        """Follows the stream inside: in the first pass, which finds its steps, and wherever a group wants them."""
+    def _run(self, prepared: dict[str, Any]) -> Any:
+        """The model's output for one batch, its attention read on the way."""
+        self._read_sites.clear()
+        follows_steps = self._follows_steps()
+        if self._known is None or not self._known.codes or follows_steps:
+            return self._followed(prepared, self._on_attention, follows_steps)
+        with capturing_interface(self.model, self._on_attention) as (capture, called):
+            output = run(self.model, prepared)
+        self.unexplained |= capture.unexplained
+        if called.code not in self._known.codes:
+            # Another way through the model's code: it may attend by other means there.
+            self._followed(prepared, self._read_if_unread, follows_steps=False)
+            self._known = self._known.tried_again()
+        return output
+
+    def _followed(
+        self, prepared: dict[str, Any], observer: Callable[[AttentionCall], None], follows_steps: bool
+    ) -> Any:
+        """The model's output, with all that may be attention followed."""
+        with capturing(self.model, observer) as capture, FunctionsCalled(capture) as called:
+            self._capture = capture
+            with self.tracer.watching() if self.tracer is not None and follows_steps else nullcontext():
+                output = run(self.model, prepared)
+            self.unexplained |= capture.unexplained
+        self._capture = None
+        if self._known is not None:
+            self._known.codes.add(called.code)
+        return output
+
+    def _read_if_unread(self, call: AttentionCall) -> None:
+        if call.site not in self._read_sites:
+            self._on_attention(call)
+
+    def _follows_steps(self) -> bool:
+        """Whether the stream is followed: in the first pass, which finds its steps, and wherever a group wants them."""
         if self.tracer is None:
-            return nullcontext()
+            return False
         is_first_pass = not self.sublayers
         wanted = self._sampled and self._wanting(Event.STEPS, Event.WEIGHTS)
-        return self.tracer.watching() if wanted or is_first_pass else nullcontext()
+        return bool(wanted or is_first_pass)
 
     def finish(self) -> None:
         """Let every group measure what it has kept, once the text was read."""
@@ -274,6 +332,8 @@ class Reading(RunningParts):
         real = self._tokens.mask(decoder=decoder_given(inputs))
         if real is not None and self.sites[-1].tokens_first:
             real = real.mT
+        if self._sums and not bool(torch.stack(self._sums).sum().isfinite()):
+            self.broken = self.broken or self._is_broken_in_a_call(inputs)
         # Padding may be infinite without harm: the output is looked at again at real tokens alone.
         if self.broken or (kind_of(output) and kind_of(at_real(output, real))):
             first = self._windows[0]
@@ -282,6 +342,20 @@ class Reading(RunningParts):
             if trouble is None:
                 trouble = Trouble(f"the model's numbers break down in {windows}", "NaN", "attention")
             self._trouble = FirstTrouble(trouble, first)
+
+    def _is_broken_in_a_call(self, inputs: dict[str, Any]) -> bool:
+        """Whether an attention call of another pass over the batch has numbers at real tokens that are not finite."""
+        broken: list[bool] = []
+
+        def look(call: AttentionCall) -> None:
+            info = self.by_site.get(call.site)
+            if info is not None and not call.repeated:
+                queries, keys = self._tokens_of(call, info)
+                broken.append(in_call(call, queries.real, keys.real))
+
+        with torch.no_grad(), capturing(self.model, look):
+            run(self.model, inputs)
+        return any(broken)
 
     @property
     def trouble(self) -> Trouble | None:
@@ -394,25 +468,60 @@ class Reading(RunningParts):
         info = self.site_of(call)
         if info is None:
             return
+        self._read_sites.add(call.site)
         if call.repeated:  # the same weights applied to other values; these weights were already read
             self.broken = self.broken or kind_of(call.value) is not None
             return
         if self.tracer is not None:
             self.tracer.attention(call)
-        cross = info.kind == "cross"
-        queries = self._tokens.of(call, decoder=info.in_decoder, cross=cross)
-        keys = self._tokens.of(call, decoder=info.in_decoder and not cross, keys=True, cross=cross)
-        self.broken = self.broken or in_call(call, queries.real, keys.real)
+        queries, keys = self._tokens_of(call, info)
+        joined = self._are_joined and self._waiting.are_alike(call)
+        if joined:
+            self._sums += [finite_sum(part) for part in (call.query, call.key, call.value, call.output)]
+        else:
+            self.broken = self.broken or in_call(call, queries.real, keys.real)
         if info.index == 0:
             self.read_queries += int(queries.real.sum())
         numbers = None if self._numbers is None else self._numbers.rows
         tokens = CallTokens(info, queries, keys, self._rows, numbers, self._windows, self._sampled, self._random)
         for group in self._wanting(Event.CALLS):
             self._deliver(group, group.on_call, call, tokens)
-        self._read_queries(call, tokens)
+        if not joined:
+            self._read_queries(call, tokens)
+            return
+        if not self._waiting.fits(call, tokens):
+            self._read_waiting()
+        self._waiting.add(call, tokens)
 
-    def _read_queries(self, call: AttentionCall, tokens: CallTokens) -> None:
-        """The per-query statistics of a call, at no more than ``query_sample`` queries of each row."""
+    def _tokens_of(self, call: AttentionCall, info: SiteInfo) -> tuple[Tokens, Tokens]:
+        """The tokens that attend in a call, and those that are attended to."""
+        cross = info.kind == "cross"
+        queries = self._tokens.of(call, decoder=info.in_decoder, cross=cross)
+        keys = self._tokens.of(call, decoder=info.in_decoder and not cross, keys=True, cross=cross)
+        return queries, keys
+
+    @property
+    def _are_joined(self) -> bool:
+        """Whether calls that are alike are read as one: all queries of theirs, by the package's own functions alone."""
+        return (
+            self.options.query_sample is None
+            and self._numbers is not None
+            and all(group.takes_joined for group in self._wanting(Event.QUERIES))
+            and not any(function.own or function.control for function in self._functions.values())
+        )
+
+    def _read_waiting(self) -> None:
+        """Read the calls that wait, as one call that has the heads of all of them."""
+        joined = self._waiting.take()
+        if joined is not None:
+            self._read_queries(joined.call, joined.tokens, joined.sites)
+
+    def _read_queries(self, call: AttentionCall, tokens: CallTokens, joined: tuple[SiteInfo, ...] = ()) -> None:
+        """The per-query statistics of a call, at no more than ``query_sample`` queries of each row.
+
+        Args:
+            joined: the sites whose heads it has; empty for one.
+        """
         groups = self._wanting(Event.QUERIES)
         if not groups:
             return
@@ -420,7 +529,7 @@ class Reading(RunningParts):
         with fenced(failed, *(group.name for group in groups)):
             for part in self._query_parts(call, tokens):
                 result = self._statistics(part.call, part.queries, part.keys, part.positions, tokens.info.itself)
-                event = part.event(result, tokens, call.query.shape[2])
+                event = replace(part.event(result, tokens, call.query.shape[2]), joined=joined)
                 for group in groups:
                     self._deliver(group, group.on_queries, event)
         for group in groups:

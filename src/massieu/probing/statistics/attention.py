@@ -4,7 +4,7 @@ Each function is a statistic. It returns a number for each query (B, H, L), or a
 or None where the statistic has no meaning. Its metadata stands above it; its docstring is the question that it answers.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from massieu.probing.capture.attention_call import AttentionCall
 from massieu.probing.capture.sites import SiteInfo
-from massieu.probing.statistics.extremes import EXTREMES, PLACES, Extremes
+from massieu.probing.statistics.extremes import EXTREMES, PLACES, Extremes, update_extremes
 from massieu.probing.statistics.group import (
     CallQueries,
     CallTokens,
@@ -32,6 +32,7 @@ from massieu.probing.statistics.query_means import AttentionStatistics, names_wi
 from massieu.probing.statistics.query_reading import QueryMeasure, QueryReading
 from massieu.probing.statistics.registry import ATTENTION, BAL, SHIM, Register
 from massieu.probing.stream.replays import SCORES_ONLY
+from massieu.probing.sums.running import State
 from massieu.probing.sums.units import Estimate
 
 REGISTER = Register[QueryMeasure](ATTENTION)
@@ -214,18 +215,43 @@ def sink_weight(reading: QueryReading) -> Tensor | None:
     return None if sink is None else torch.sigmoid(sink - reading.raw_log_partition)
 
 
+class JoinedSums:
+    """What was summed for several sites at once, until each gets its part."""
+
+    def __init__(self) -> None:
+        self._sums: dict[tuple[int, ...], AttentionStatistics] = {}
+
+    def of(self, sites: tuple[int, ...], make: Callable[[], AttentionStatistics]) -> AttentionStatistics:
+        """The sums of these sites together, which have these numbers."""
+        if sites not in self._sums:
+            self._sums[sites] = make()
+        return self._sums[sites]
+
+    def share_among(self, statistics: Sequence[AttentionStatistics]) -> None:
+        """Add its part to each site's own, and begin anew."""
+        for sites, sums in self._sums.items():
+            start = 0
+            for site in sites:
+                stop = start + statistics[site].heads
+                statistics[site].merge(sums.of_heads(slice(start, stop)))
+                start = stop
+        self._sums.clear()
+
+
 class AttentionGroup(Group):
     """The per-query statistics of every head: means over the text and its halves, spreads, bins, histograms, extremes."""
 
     name = ATTENTION
     events = frozenset({Event.CALLS, Event.QUERIES})
+    takes_joined = True
 
     def begin(self, model: ModelReading) -> None:
         """A running result for each site."""
         super().begin(model)
         functions = model.query_functions
-        names = names_with_controls(functions)
-        self.sites = [AttentionStatistics(names, info.heads, model.units, model.max_length) for info in model.sites]
+        self._names = names_with_controls(functions)
+        self.sites = [self._statistics_of(info.heads) for info in model.sites]
+        self._joined = JoinedSums()
         self.extremes = [] if model.is_draw else [Extremes(info.heads) for info in model.sites]
         of_scores = sorted(name for name, function in functions.items() if function.needs_scores)
         for info in model.sites:
@@ -240,17 +266,45 @@ class AttentionGroup(Group):
             reason = "the batches do not say which tokens are special"
             self.missing(tokens.info.site.name, weight_special.__name__, reason)
 
+    def _statistics_of(self, heads: int) -> AttentionStatistics:
+        return AttentionStatistics(self._names, heads, self.model.units, self.model.max_length)
+
     def on_queries(self, queries: CallQueries) -> None:
         """Add the numbers of a call's queries."""
-        index = queries.info.index
+        sites = queries.joined or (queries.info,)
+        indices = tuple(info.index for info in sites)
         places = queries.places
         positions = None if places is None else places.positions
-        self.sites[index].update(queries.result, positions, queries.rows, queries.numbers)
+        if queries.joined:
+            sums = self._joined.of(indices, lambda: self._statistics_of(sum(info.heads for info in sites)))
+        else:
+            sums = self.sites[queries.info.index]
+        sums.update(queries.result, positions, queries.rows, queries.numbers)
         if self.extremes and places is not None and queries.call is not None:
-            self.extremes[index].update(queries.result, queries.call, places)
+            update_extremes([self.extremes[index] for index in indices], queries.result, queries.call, places)
+
+    def finish(self) -> None:
+        """Give each site its part of what was summed for several at once."""
+        self._joined.share_among(self.sites)
+
+    def state(self) -> State:
+        """All that was summed, site by site."""
+        self.finish()
+        return super().state()
+
+    def add(self, state: State) -> None:
+        """Merge with another's sums."""
+        self.finish()
+        super().add(state)
+
+    def restore(self, state: State) -> None:
+        """Go on from other sums in place of one's own."""
+        self._joined = JoinedSums()
+        super().restore(state)
 
     def rows(self) -> Iterator[Row]:
         """Each statistic's mean, its halves and control, spreads, means in bins, and extremes."""
+        self.finish()
         for info, results in zip(self.model.sites, self.sites, strict=True):
             place = RowPlace.of_site(info)
             parts = RatioParts(results.ratio)
@@ -274,6 +328,7 @@ class AttentionGroup(Group):
 
     def ratios(self) -> Iterator[RunningRatio]:
         """The means."""
+        self.finish()
         for info, results in zip(self.model.sites, self.sites, strict=True):
             for index, name in enumerate(results.names):
                 if "/" not in name:  # the means of controls are paired with nothing
@@ -281,11 +336,13 @@ class AttentionGroup(Group):
 
     def nonfinite(self) -> Iterator[tuple[SiteInfo, int, int]]:
         """Site, head, and how many of its queries had scores that are not finite."""
+        self.finish()
         for info, results in zip(self.model.sites, self.sites, strict=True):
             yield from ((info, head, int(count)) for head, count in enumerate(results.broken.counts) if count)
 
     def details(self) -> dict[str, Any]:
         """Histograms, and the places of each head's extremes."""
+        self.finish()
         histograms: dict[str, Any] = {}
         for name, first in self.sites[0].histograms.items():
             counts = {str(index): results.histograms[name].counts.tolist() for index, results in enumerate(self.sites)}

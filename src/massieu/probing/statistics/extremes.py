@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
-from jaxtyping import Float64, Int, Int64
+from jaxtyping import Bool, Float, Float64, Int, Int64
 from torch import Tensor
 
 from massieu.probing.capture.attention_call import AttentionCall, explicit_logits, explicit_scores
@@ -61,32 +61,7 @@ class Extremes:
 
     def update(self, result: QueryResult, call: AttentionCall, places: Places) -> None:
         """Compare the queries of one call with the extremes so far."""
-        if not result.valid.numel():
-            return
-        for row, (name, end) in enumerate(EXTREMES):
-            if name not in result.values:
-                continue
-            signed = result.values[name] if end == "maximum" else -result.values[name]
-            signed = torch.where(result.defined.get(name, result.valid), signed, -torch.inf)
-            largest = signed.amax((0, 2))
-            if not bool(
-                largest.isfinite().all()
-            ):  # infinite or NaN somewhere, or nothing usable: such queries do not count
-                signed = torch.where(signed.isfinite(), signed, -torch.inf)
-                largest = signed.amax((0, 2))
-            values = largest.double().cpu().numpy()
-            # Only a larger value replaces the former one, so that the first of equal ones stays.
-            improved = np.nonzero(values > self.best[row])[0]
-            if len(improved):
-                self.best[row, improved] = values[improved]
-                # The first of equal ones in the order of sequences and queries.
-                by_head = signed[:, torch.from_numpy(improved).to(signed.device)].transpose(0, 1)
-                indices = by_head.flatten(1).argmax(1).cpu().numpy()
-                # Of the logits before a soft cap: behind it, keys may be equal by saturation.
-                uncapped = replace(call, softcap=None) if name == "largest_score" else call
-                self.places[row, improved] = _places(
-                    uncapped, places, indices, improved, name.startswith("largest_score")
-                )
+        update_extremes([self], result, call, places)
 
     def value(self, row: int) -> Float64[np.ndarray, " heads"]:
         """One extreme of every head; NaN where nothing was seen."""
@@ -114,32 +89,110 @@ class Extremes:
         self.places = fitting(state["places"], self.places.shape)
 
 
-def _places(
-    call: AttentionCall,
-    places: Places,
-    indices: Int64[np.ndarray, " S"],
-    heads: Int64[np.ndarray, " S"],
-    by_score: bool,
-) -> Int64[np.ndarray, "S places"]:
-    """The `PLACES` of one query of each of these heads.
+def update_extremes(parts: Sequence[Extremes], result: QueryResult, call: AttentionCall, places: Places) -> None:
+    """Compare the queries of one call with the extremes so far of one site, or of several whose heads stand in a row in it."""
+    if not result.valid.numel():
+        return
+    signed = {row: _signed(result, name, end) for row, (name, end) in enumerate(EXTREMES) if name in result.values}
+    if not signed:
+        return
+    heads = result.valid.shape[1]
+    values = np.full((len(EXTREMES), heads), -np.inf)
+    # One transfer for all of them: each look at a number of another device waits for it.
+    values[list(signed)] = torch.stack([each.amax((0, 2)) for each in signed.values()]).double().cpu().numpy()
+    for row in signed:
+        if not np.isfinite(values[row]).all():
+            # Infinite or NaN somewhere, or nothing usable: such queries do not count.
+            signed[row] = torch.where(signed[row].isfinite(), signed[row], -torch.inf)
+            values[row] = signed[row].amax((0, 2)).double().cpu().numpy()
+    # Only a larger value replaces the former one, so that the first of equal ones stays.
+    improved = values > np.concatenate([part.best for part in parts], axis=1)
+    rows = [row for row in signed if improved[row].any()]
+    if not rows:
+        return
+    pairs = [_Pairs.of(signed[row], np.flatnonzero(improved[row])) for row in rows]
+    keys = [_strongest_keys(call, EXTREMES[row][0], pair) for row, pair in zip(rows, pairs, strict=True)]
+    numbers = torch.stack([torch.cat(each) for each in zip(*((p.items, p.queries) for p in pairs), strict=True)])
+    items, queries, found_keys = torch.cat([numbers, torch.cat(keys)[None]]).cpu().numpy()
+    columns = _columns(places, items, queries, found_keys, len(call.query))
+    _replace(parts, improved[rows], values, columns, rows)
 
-    Args:
-        indices: of the queries, among the sequences and queries of the call in a row.
-        by_score: whether the strongest key has the largest score; else it has the largest weight.
+
+@dataclass(frozen=True, eq=False)
+class _Pairs:
+    """One query of each of some heads.
+
+    Attributes:
+        items: the sequences of the call that they are in.
+        queries: their numbers among the queries of the call.
     """
-    columns = np.full((len(heads), len(PLACES)), _UNKNOWN)
-    window, query, key, query_token, key_token = columns.T  # views: each writes one column
-    items, queries = np.divmod(indices, call.query.shape[2])
-    item_of_head, query_of_head = (torch.from_numpy(each).to(call.query.device) for each in (items, queries))
+
+    items: Int[Tensor, " S"]
+    heads: Int[Tensor, " S"]
+    queries: Int[Tensor, " S"]
+
+    @classmethod
+    def of(cls, signed: Float[Tensor, "B H L"], heads: Int64[np.ndarray, " S"]) -> "_Pairs":
+        """The query with the largest value of each of these heads; of equal ones the first in the order of the text."""
+        chosen = torch.from_numpy(heads).to(signed.device)
+        by_head = signed if len(heads) == signed.shape[1] else signed[:, chosen]
+        place = by_head.transpose(0, 1).flatten(1).argmax(1)
+        length = signed.shape[2]
+        return cls(place // length, chosen, place % length)
+
+
+def _signed(result: QueryResult, name: str, end: str) -> Float[Tensor, "B H L"]:
+    """The values whose largest is sought; −∞ where they do not count."""
+    values = result.values[name] if end == "maximum" else -result.values[name]
+    return torch.where(result.defined.get(name, result.valid), values, -torch.inf)
+
+
+def _strongest_keys(call: AttentionCall, name: str, pairs: _Pairs) -> Int[Tensor, " S"]:
+    """Of each pair's query the key with the largest score, or the largest weight, as the statistic has it."""
+    # Of the logits before a soft cap: behind it, keys may be equal by saturation.
+    uncapped = replace(call, softcap=None) if name == "largest_score" else call
     # All heads at once: their keys take no more memory than those of one item.
-    pairs = call.of_pairs(item_of_head, torch.from_numpy(heads).to(call.query.device), query_of_head)
-    logits = explicit_scores(pairs) if by_score else explicit_logits(pairs)
-    sequences_per_row = max(len(call.query) // places.rows, 1)
+    single = uncapped.of_pairs(pairs.items, pairs.heads, pairs.queries)
+    by_score = name.startswith("largest_score")
+    logits = explicit_scores(single) if by_score else explicit_logits(single)
+    return logits[0, :, 0].argmax(-1)
+
+
+def _columns(
+    places: Places,
+    items: Int64[np.ndarray, " S"],
+    queries: Int64[np.ndarray, " S"],
+    keys: Int64[np.ndarray, " S"],
+    sequences: int,
+) -> Int64[np.ndarray, "S places"]:
+    """The `PLACES` of these queries and keys of a call of so many sequences."""
+    columns = np.full((len(items), len(PLACES)), _UNKNOWN)
+    window, query, key, query_token, key_token = columns.T  # views: each writes one column
+    sequences_per_row = max(sequences // places.rows, 1)
     window[:] = np.asarray(places.windows)[items // sequences_per_row]
-    query[:] = places.positions[query_of_head].cpu().numpy()
-    key[:] = logits[0, :, 0].argmax(-1).cpu().numpy()
+    query[:] = places.positions.cpu().numpy()[queries]
+    key[:] = keys
     if places.query_ids is not None:
         query_token[:] = places.query_ids.cpu().numpy()[items, query]
     if places.key_ids is not None:
         key_token[:] = places.key_ids.cpu().numpy()[items, key]
     return columns
+
+
+def _replace(
+    parts: Sequence[Extremes],
+    improved: Bool[np.ndarray, "rows heads"],
+    values: Float64[np.ndarray, "extremes heads"],
+    columns: Int64[np.ndarray, "S places"],
+    rows: Sequence[int],
+) -> None:
+    """Write the new extremes of these rows, and their places, which stand in the order of rows and heads."""
+    number = np.full(improved.shape, _UNKNOWN)
+    number[improved] = np.arange(len(columns))
+    start = 0
+    for part in parts:
+        heads = slice(start, start + part.best.shape[1])
+        start = heads.stop
+        for row, better, place in zip(rows, improved[:, heads], number[:, heads], strict=True):
+            part.best[row, better] = values[row, heads][better]
+            part.places[row, better] = columns[place[better]]

@@ -198,6 +198,8 @@ class CallQueries:
         call: of these queries alone.
         real: queries that are not padding.
         length: number of queries of the whole call.
+        joined: the sites whose heads stand one after the other in the result and the call, the first of which is `info`.
+            Empty for one site. Groups whose `takes_joined` is False never get such.
     """
 
     info: SiteInfo
@@ -208,6 +210,7 @@ class CallQueries:
     call: AttentionCall | None = None
     real: Bool[Tensor, "B L"] | None = None
     length: int = 0
+    joined: tuple[SiteInfo, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -425,6 +428,7 @@ class Group(RunningParts):
         name: of the group.
         events: those that it receives.
         statistics: their metadata; those of the package's own groups are registered where they are computed.
+        takes_joined: it takes the queries of several sites at once; see `CallQueries.joined`.
         model: the model that it was begun for.
         beginning: the progress message while it begins, if that takes long.
         sampled_queries: how many queries of the first site were sampled, if the group counts them.
@@ -436,6 +440,7 @@ class Group(RunningParts):
     name: ClassVar[str]
     events: ClassVar[frozenset[Event]] = frozenset()
     statistics: ClassVar[tuple[Statistic, ...]] = ()
+    takes_joined: ClassVar[bool] = False
     beginning: ClassVar[str | None] = None
     sampled_queries = 0
 

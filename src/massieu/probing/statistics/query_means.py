@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from copy import copy
 from dataclasses import dataclass
 from typing import cast
 
@@ -209,14 +210,15 @@ class AttentionStatistics(RunningParts):
         for name in result.values:
             by_mask.setdefault(result.defined.get(name, result.valid), []).append(name)
         for mask, names in by_mask.items():
-            everywhere = bool(mask.all())
+            # A look at a number of another device waits for it.
+            everywhere = mask.device.type == "cpu" and bool(mask.all())
             count = mask.sum(-1, dtype=torch.float64)
             for name in names:
                 place = self.names.index(name)
                 values = result.values[name] if everywhere else torch.where(mask, result.values[name], 0.0)
                 totals[:, place] = values.sum(-1, dtype=torch.float64)
                 counts[:, place] = count
-        self.ratio.update(_by_item(totals, rows), _by_item(counts, rows), numbers)
+        self.ratio.update(*_in_main_memory(_by_item(totals, rows), _by_item(counts, rows)), numbers)
         self._update_bins(result, positions, rows, numbers)
         for name in result.values.keys() & self.spreads.keys():
             self.spreads[name].update(result.values[name], result.valid)
@@ -244,7 +246,19 @@ class AttentionStatistics(RunningParts):
             else:
                 totals = (values[..., None] * in_bin).sum(2)
                 counts = (valid[..., None] * in_bin).sum(2)
-            ratio.update(_by_item(totals.mT, rows), _by_item(counts.mT, rows), numbers)
+            ratio.update(*_in_main_memory(_by_item(totals.mT, rows), _by_item(counts.mT, rows)), numbers)
+
+    def of_heads(self, heads: slice) -> "AttentionStatistics":
+        """What was summed for some heads; it shares its numbers with this one."""
+        part = copy(self)
+        part.heads = heads.stop - heads.start
+        part.ratio = self.ratio.of_heads(heads)
+        part.by_position = self.by_position.of_heads(heads)
+        part.by_visible = self.by_visible.of_heads(heads)
+        part.spreads = {name: spread.of_heads(heads) for name, spread in self.spreads.items()}
+        part.histograms = {name: histogram.of_heads(heads) for name, histogram in self.histograms.items()}
+        part.broken = self.broken.of_heads(heads)
+        return part
 
     def bins(self) -> list[tuple[str, Ratio, int]]:
         """Name, running ratio and index of each bin."""
@@ -265,6 +279,14 @@ def _visible_bin(visible: Int[Tensor, "..."]) -> Int[Tensor, "..."]:
     """0 for one key, 1 for two, 2 for three or four, 3 for five to eight, …"""
     exponent = (visible.clamp_min(1).double()).log2().ceil().long()
     return exponent.clamp_max(_VISIBLE_BINS - 1)
+
+
+def _in_main_memory(totals: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
+    """Both in main memory, by one transfer."""
+    if totals.device.type == "cpu":
+        return totals, counts
+    totals, counts = torch.stack([totals, counts.expand_as(totals)]).cpu()
+    return totals, counts
 
 
 def _by_item(values: Tensor, rows: int) -> Tensor:

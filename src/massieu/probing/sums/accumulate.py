@@ -10,6 +10,7 @@ running result of another part of the text.
 """
 
 from collections.abc import Sequence
+from copy import copy
 from typing import Any
 
 import numpy as np
@@ -115,6 +116,13 @@ class Ratio:
             )
         self._sums.merge(other._sums)
 
+    def of_heads(self, heads: slice) -> "Ratio":
+        """What was summed for some heads, the last dimension of the shape; it shares its numbers with this one."""
+        part = copy(self)
+        part._sums = self._sums.of_heads(heads)
+        part.shape = part._sums.sums.shape[2:]
+        return part
+
     def state(self) -> State:
         """All that was summed; see `massieu.probing.sums.running`."""
         return self._sums.state()
@@ -215,6 +223,12 @@ class Histogram:
             raise ValueError("cannot merge histograms of different edges or heads")
         self.counts += other.counts
 
+    def of_heads(self, heads: slice) -> "Histogram":
+        """What was counted for some heads; it shares its counts with this one."""
+        part = copy(self)
+        part.counts = self.counts[heads]
+        return part
+
     def state(self) -> State:
         """The counts; see `massieu.probing.sums.running`."""
         return {"counts": self.counts.copy()}
@@ -248,6 +262,12 @@ class Tally:
     def merge(self, other: "Tally") -> None:
         """Add what ``other`` has counted; exact, and in any order. ``other`` is not changed."""
         self.update(other.counts)
+
+    def of_heads(self, heads: slice) -> "Tally":
+        """What was counted for some heads, the last dimension; it shares its counts with this one."""
+        part = copy(self)
+        part.counts = self.counts[..., heads]
+        return part
 
     def state(self) -> State:
         """The counts; see `massieu.probing.sums.running`."""
@@ -294,7 +314,7 @@ class Spread:
         # Deviations from this batch's mean, not squares: Σx² − n·x̄² loses the digits of a small spread.
         deviations = torch.where(mask, numbers - mean[..., None], 0.0)
         squares = deviations.square_().sum(rows_and_entries)
-        self._add(count.cpu().numpy(), mean.cpu().numpy(), squares.cpu().numpy())
+        self._add(*torch.stack([count, mean, squares]).cpu().numpy())
 
     def merge(self, other: "Spread") -> None:
         """Add what ``other`` has seen; in any order. ``other`` is not changed.
@@ -305,6 +325,15 @@ class Spread:
         if self.shape != other.shape:
             raise ValueError(f"cannot merge shape {self.shape} and shape {other.shape}")
         self._add(other._count, other._mean, other._squares)
+
+    def of_heads(self, heads: slice) -> "Spread":
+        """What was seen of some heads, the last dimension; it shares its numbers with this one."""
+        part = copy(self)
+        part._count = self._count[..., heads]
+        part._mean = self._mean[..., heads]
+        part._squares = self._squares[..., heads]
+        part.shape = part._count.shape
+        return part
 
     def state(self) -> State:
         """Counts, means and sums of squares; see `massieu.probing.sums.running`."""

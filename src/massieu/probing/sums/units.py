@@ -1,7 +1,7 @@
 """The error unit: which rows of text count as one independent observation, and the sums kept over them."""
 
 from collections.abc import Iterator
-from copy import deepcopy
+from copy import copy, deepcopy
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -195,6 +195,13 @@ class BlockSums:
         self.sums[here] += added.sums[: len(added.rows)]
         self.rows[here] += added.rows
         self.order.merge(other.order, first * self.size)
+
+    def of_heads(self, heads: slice) -> "BlockSums":
+        """The sums of some heads, which are the last dimension; views of these."""
+        part = copy(self)
+        part.order = copy(self.order)
+        part.sums = self.sums[..., heads]
+        return part
 
     def state(self) -> State:
         return {

@@ -12,8 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._C import _len_torch_function_stack  # pyright: ignore[reportAttributeAccessIssue]
-from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from massieu.errors import InputError
@@ -35,6 +33,7 @@ from massieu.probing.capture.follow.origins import TensorOrigins, tensors_in
 from massieu.probing.capture.follow.paths import Path, common_path, owner_of
 from massieu.probing.capture.follow.scores import Reduction, ScoreProduct, Scores, Weights
 from massieu.probing.capture.follow.steps import added, is_largest, reshaped, scores_after, weights_after
+from massieu.probing.capture.functions_called import FunctionMode
 from massieu.probing.model.watching import hooked, mapped
 
 Note = Scores | Weights | Output | Reduction
@@ -68,7 +67,7 @@ class _Unread:
     reason: str
 
 
-class ScoreFollower(TorchFunctionMode):
+class ScoreFollower(FunctionMode):
     """Hands every attention call that it can follow to the capture while it is entered."""
 
     def __init__(self, model: nn.Module, capture: Capture) -> None:
@@ -83,17 +82,15 @@ class ScoreFollower(TorchFunctionMode):
         self._replaced: _ReplacedOutput | None = None
 
     def __enter__(self) -> "ScoreFollower":
-        self._depth = _len_torch_function_stack()
         # Scripted modules take no such hooks.
         modules = [module for module in self.model.modules() if not isinstance(module, torch.jit.ScriptModule)]
         self._hooks = hooked(modules, before=self._enter, after=self._leave, elsewhere=self._disturbed)
         self._hooks.__enter__()
-        return super().__enter__()
+        super().__enter__()
+        return self
 
     def __exit__(self, *error: Any) -> None:
-        # PyTorch takes a mode off the stack while it is at work: Ctrl-C in that moment leaves it off.
-        if _len_torch_function_stack() > self._depth:
-            super().__exit__(*error)
+        super().__exit__(*error)
         self._hooks.__exit__(*error)
         self._running.clear()
         self._notes.clear()
