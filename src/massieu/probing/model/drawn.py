@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from massieu.probing.model.drawn_ahead import DrawnAhead, are_drawn_ahead
 from massieu.probing.model.recorded import ROWS, Operation, Record, UnrecordedError, View, rows
 from massieu.probing.model.seeding import seed_of
 
@@ -57,7 +58,19 @@ class DrawnWeights:
         device, dtype: of the weights, whatever the device; they are drawn in main memory and as the constructor does.
     """
 
-    def __init__(self, record: Record, seed: int, device: torch.device | None, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        record: Record,
+        seed: int,
+        device: torch.device | None,
+        dtype: torch.dtype,
+        weights: Collection[Weight] = (),
+    ) -> None:
+        """Make ready to draw.
+
+        Args:
+            weights: all there are, in the order of the blocks.
+        """
         self.record = record
         self.seed = seed
         self.device = device
@@ -65,16 +78,21 @@ class DrawnWeights:
         self._block: str | None = None
         self._of_block: dict[str, nn.Parameter] = {}
         self._outside: dict[str, nn.Parameter] = {}
+        self._ahead = DrawnAhead(list(weights), self._numbers) if are_drawn_ahead(device) else None
 
     def of(self, weight: Weight) -> nn.Parameter:
         """A weight; it stays what it is for whoever holds it, also when it is forgotten here."""
         if weight.block is not None and weight.block != self._block:
             self._block = weight.block
             self._of_block = {}
+            if self._ahead is not None:
+                self._ahead.begin(weight.block)
         parameters = self._outside if weight.block is None else self._of_block
         if weight.name not in parameters:
+            numbers = None if self._ahead is None else self._ahead.take(weight)
             with _computing():
-                parameters[weight.name] = nn.Parameter(self._numbers(weight), weight.requires_grad)
+                numbers = self._numbers(weight) if numbers is None else numbers
+                parameters[weight.name] = nn.Parameter(numbers, weight.requires_grad)
         return parameters[weight.name]
 
     def at_work(self, weight: Weight) -> bool:
@@ -86,6 +104,9 @@ class DrawnWeights:
         self._block = None
         self._of_block = {}
         self._outside = {}
+        if self._ahead is not None:
+            self._ahead.end()
+            self._ahead = None
 
     def tensor(self, tensor: Tensor) -> Tensor:
         """The numbers of any tensor of the recorded model, on the processor and in the type of the constructor."""
@@ -100,25 +121,30 @@ class DrawnWeights:
 
     def rows(self, weight: Weight, numbers: Tensor) -> Tensor:
         """Some rows of a table, in the order of their numbers, no two of which are the same."""
-        assert weight.table is not None
-        parts_drawn: list[Tensor] = []
+        table = weight.table
+        assert table is not None
+
+        def drawn(block_and_part: tuple[int, Tensor]) -> Tensor:
+            block, part = block_and_part
+            with _computing():
+                return rows(table, weight.view, block, self._generator)[part]
+
         with _computing():
             blocks, places = (numbers.cpu() // ROWS).unique_consecutive(return_counts=True)
             parts = (numbers.cpu() % ROWS).split(places.tolist())
-            for block, part in zip(blocks.tolist(), parts, strict=True):
-                block_rows = rows(weight.table, weight.view, block, self._generator)
-                parts_drawn.append(self.placed(block_rows[part]))
-        if not parts_drawn:
-            return self.placed(torch.empty(0, *weight.view.size[1:]))
-        return torch.cat(parts_drawn)
+            tasks = zip(blocks.tolist(), parts, strict=True)
+            parts_drawn = list(map(drawn, tasks)) if self._ahead is None else self._ahead.all(drawn, tasks)
+            return self.placed(torch.cat(parts_drawn) if parts_drawn else torch.empty(0, *weight.view.size[1:]))
 
     def _numbers(self, weight: Weight) -> Tensor:
-        if weight.table is None:
-            return self.placed(self.record.numbers(weight.view, self._generator))
-        table = torch.empty(weight.view.size, dtype=weight.view.dtype)
-        for block, part in enumerate(table.split(ROWS)):
-            part.copy_(rows(weight.table, weight.view, block, self._generator))
-        return self.placed(table)
+        """A weight's numbers; other threads may ask for them too."""
+        with _computing():
+            if weight.table is None:
+                return self.placed(self.record.numbers(weight.view, self._generator))
+            table = torch.empty(weight.view.size, dtype=weight.view.dtype)
+            for block, part in enumerate(table.split(ROWS)):
+                part.copy_(rows(weight.table, weight.view, block, self._generator))
+            return self.placed(table)
 
     def _generator(self, operation: Operation, block: int) -> torch.Generator:
         names = (self.record.names.get(storage) for storage in operation.writes)
@@ -260,8 +286,8 @@ class Blueprint:
         Args:
             blocks: names of the modules of which one at a time has its weights.
         """
-        drawn = DrawnWeights(self.record, seed, device, dtype)
         weights = self._weights_of(frozenset(blocks))
+        drawn = DrawnWeights(self.record, seed, device, dtype, weights.values())
         memo: dict[int, Any] = {}
         for tensor in self.tree.parameters():
             weight = weights.get(id(tensor))

@@ -1,6 +1,7 @@
 """Load a checkpoint for probing, or take a module in memory, and say exactly which one it is."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from os import PathLike
@@ -25,7 +26,7 @@ from massieu.probing.model.checkpoint import (
 from massieu.probing.model.forward import device_of, dtype_of
 from massieu.probing.model.given import DTYPES, Checkpoint
 from massieu.probing.model.model_size import bounded, check_depth
-from massieu.probing.model.module_hash import module_hash
+from massieu.probing.model.module_hash import hash_in_background
 from massieu.probing.model.source import ModelSource, find_source
 from massieu.probing.model.tokenizers import embedded
 from massieu.probing.model.trunk import readable_trunk, trunk_of
@@ -43,6 +44,7 @@ class LoadedModel:
     """A model ready to be probed, and where it came from.
 
     Attributes:
+        found_hash: `hash`, or what another thread makes it of.
         tokenizer_problem: why there is no tokenizer, where one was looked for.
         from_files: whether it was loaded here, so that what follows is known; False for a model given in memory.
         weights: format of the files and the type that quantised ones were turned to; None where it is not known.
@@ -56,7 +58,7 @@ class LoadedModel:
 
     module: nn.Module
     name: str
-    hash: str
+    found_hash: str | Future[str]
     revision: str | None
     tokenizer: Any = None
     tokenizer_problem: str | None = None
@@ -68,6 +70,11 @@ class LoadedModel:
     unexpected: tuple[str, ...] = ()
     doubts: tuple[str, ...] = ()
     whole: Any = None
+
+    @property
+    def hash(self) -> str:
+        """Of its files, or of its weights and settings."""
+        return self.found_hash if isinstance(self.found_hash, str) else self.found_hash.result()
 
     def describe(self) -> ModelRecord:
         """The ``model`` entry of ``run.json``; layers and heads are filled in once the sites are known."""
@@ -186,7 +193,7 @@ def load_model(
     return LoadedModel(
         module,
         source.name,
-        file_hash(source.files()) or module_hash(module),
+        file_hash(source.files()) or hash_in_background(module),
         wanted.revision or getattr(config, "_commit_hash", None),
         announced.tokenizer,
         tokenizer_problem=announced.tokenizer_problem,
@@ -372,4 +379,4 @@ def as_loaded(module: nn.Module) -> LoadedModel:
     config = getattr(trunk, "config", None)
     name = getattr(config, "_name_or_path", "") or type(inner).__name__
     revision = getattr(config, "_commit_hash", None)
-    return LoadedModel(trunk, str(name), module_hash(trunk), revision, tokenizer_of(module), whole=inner)
+    return LoadedModel(trunk, str(name), hash_in_background(trunk), revision, tokenizer_of(module), whole=inner)

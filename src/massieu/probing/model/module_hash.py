@@ -3,11 +3,14 @@
 import dis
 import hashlib
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
+from itertools import chain
 from types import FunctionType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from massieu.foundation.settings import OF_EVERY_MODULE, Visited, settings_of, tensor_bytes
@@ -24,17 +27,50 @@ def module_hash(module: nn.Module, *, held: bool = False) -> str:
         held: also over tensors that are neither parameters nor buffers, in lists and dictionaries too; they may be what
             the last pass left.
     """
-    digest = hashlib.sha256()
-    for name, tensor in _weights(module):
-        _add(digest, name, tensor)
+    tensors = _weights(module)
     if held:
-        for name, part in module.named_modules():
-            attributes = sorted(vars(part).items())
-            of_class = {attribute: value for attribute, value in attributes if attribute not in OF_EVERY_MODULE}
-            for place, tensor in _tensors(of_class, name, set()):
-                _add(digest, place, tensor)
-    digest.update(settings_hash(module).encode())
+        tensors = chain(tensors, _held(module))
+    return _hash_of(tensors, settings_hash(module))
+
+
+def hash_in_background(module: nn.Module) -> str | Future[str]:
+    """`module_hash` of a module whose weights are not changed meanwhile; on a GPU another thread makes it.
+
+    There its weights are first copied into main memory. A model is read in the time that its hash takes.
+    """
+    if not any(tensor.is_cuda for tensor in module.parameters()):
+        return module_hash(module)
+    tensors = list(_weights(module))
+    if not all(type(tensor) in (Tensor, nn.Parameter) and not tensor.is_meta for _, tensor in tensors):
+        return module_hash(module)  # offloaded or sharded ones are fetched by this thread
+    settings = settings_hash(module)
+    copies = torch.cuda.Stream()
+    copies.wait_stream(torch.cuda.current_stream())
+
+    def hashed() -> str:
+        with torch.cuda.stream(copies):
+            return _hash_of(tensors, settings)
+
+    thread = ThreadPoolExecutor(1)
+    future = thread.submit(hashed)
+    thread.shutdown(wait=False)
+    return future
+
+
+def _hash_of(tensors: Iterable[tuple[str, Tensor]], settings: str) -> str:
+    digest = hashlib.sha256()
+    for name, tensor in tensors:
+        _add(digest, name, tensor)
+    digest.update(settings.encode())
     return f"state sha256:{digest.hexdigest()}"
+
+
+def _held(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Tensors that are neither parameters nor buffers."""
+    for name, part in module.named_modules():
+        attributes = sorted(vars(part).items())
+        of_class = {attribute: value for attribute, value in attributes if attribute not in OF_EVERY_MODULE}
+        yield from _tensors(of_class, name, set())
 
 
 def settings_hash(module: nn.Module) -> str:

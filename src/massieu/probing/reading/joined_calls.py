@@ -1,12 +1,14 @@
-"""Attention calls of one forward pass that are read as one, with the heads of all of them in a row.
+"""Attention calls that are read as one: those of all layers, and of several batches.
 
-On an accelerator the statistics of one call are some hundred small operations, each of which takes the host as long to begin
-as the device to do. Of the calls of all layers together they take the host hardly longer than of one. Queries and keys are
-copied into common memory when a call is made, so that nothing which the model does to them later is seen.
+On an accelerator the statistics of a call are some hundred small operations, each of which takes the host as long to begin as
+the device to do. Of many calls together they take the host hardly longer than of one. Queries and keys are copied when a call
+is made, so that nothing which the model does to them later is seen.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -14,22 +16,23 @@ from torch import Tensor
 
 from massieu.probing.capture.attention_call import AttentionCall
 from massieu.probing.capture.sites import SiteInfo
+from massieu.probing.capture.tokens import Tokens
 from massieu.probing.statistics.group import CallTokens
 
 DEVICES = frozenset({"cuda"})
 """Types of devices on which calls are joined."""
 SHARE = 64
-"""Queries and keys that wait take at most one in so many bytes of the device's memory."""
+"""Queries and keys that wait take at most one in so many bytes of the device's memory, and those of one pass more."""
 
 
 @dataclass(frozen=True, eq=False)
 class JoinedCalls:
-    """Calls that were made one after the other and differ in their queries and keys alone.
+    """Calls that differ in their sites, their rows, and their queries and keys alone.
 
     Attributes:
-        call: the heads of all of them, without values and outputs.
-        tokens: of the first one; those of the others are equal.
-        sites: where each was made.
+        call: the rows of all batches, with the heads of all sites in a row; it has no values and no outputs.
+        tokens: of all rows.
+        sites: whose heads these are.
     """
 
     call: AttentionCall
@@ -37,27 +40,39 @@ class JoinedCalls:
     sites: tuple[SiteInfo, ...]
 
 
+@dataclass(frozen=True, eq=False)
+class _Waiting:
+    """A call with queries and keys of its own, and without values and outputs."""
+
+    call: AttentionCall
+    tokens: CallTokens
+
+
+_Kinds = dict[tuple[Any, ...], list[_Waiting]]
+"""Calls by what those that are joined have in common."""
+
+
+@dataclass
 class WaitingCalls:
-    """Calls that wait to be read together.
+    """Calls that wait to be read together: of passes that came to their end, and of the one under way."""
 
-    Args:
-        sites: those of the model, of which a pass has no more calls than these that are joined.
-    """
-
-    def __init__(self, sites: Sequence[SiteInfo]) -> None:
-        self._sites = len(sites)
-        self._kind: tuple[Any, ...] | None = None
-        self._waiting: list[SiteInfo] = []
+    _ended: _Kinds = field(default_factory=lambda: defaultdict(list))
+    _under_way: _Kinds = field(default_factory=lambda: defaultdict(list))
+    _bytes: int = 0
 
     @staticmethod
-    def are_alike(call: AttentionCall) -> bool:
-        """Whether this call could be joined with others: nothing but its queries and keys is its own."""
-        tensors = (call.query, call.key)
+    def can_take(call: AttentionCall, rows: int) -> bool:
+        """Whether this call could be joined with others: nothing but its queries and keys is its own.
+
+        Args:
+            rows: of the batch.
+        """
         device = call.query.device.type
-        shared = call.log_weight is None or call.log_weight.dim() < 3 or call.log_weight.shape[-3] == 1
+        weight = call.log_weight
+        is_for_all_heads = weight is None or (weight.dim() == 4 and weight.shape[1] == 1)
         return (
             device in DEVICES
-            and all(type(tensor) is Tensor and tensor.is_floating_point() for tensor in tensors)
+            and all(type(tensor) is Tensor and tensor.is_floating_point() for tensor in (call.query, call.key))
             and not torch.is_autocast_enabled(device)
             and call.grade == "full"
             and call.sink is None
@@ -65,76 +80,134 @@ class WaitingCalls:
             and call.weights is None
             and call.query.numel() > 0
             and call.key.numel() > 0
-            and shared
+            and len(call.query) % rows == 0
+            and is_for_all_heads
         )
 
-    def fits(self, call: AttentionCall, tokens: CallTokens) -> bool:
-        """Whether there is room for this call beside those that wait, and it is of their kind."""
-        return not self._waiting or (_same(self._kind, _kind_of(call, tokens)) and len(self._waiting) < self._room)
-
     def add(self, call: AttentionCall, tokens: CallTokens) -> None:
-        """Copy a call's queries and keys behind those that wait."""
-        if not self._waiting:
-            self._kind = _kind_of(call, tokens)
-            self._first = call
-            self._tokens = tokens
-            self._room = max(1, min(self._sites, _room(call)))
-            # Not memory of inference mode, into which nothing may be copied outside of it.
-            with torch.inference_mode(False):
-                self._query, self._key = (_memory(part, self._room) for part in (call.query, call.key))
-        place = len(self._waiting)
-        with torch.no_grad():
-            self._query[:, place].copy_(call.query)
-            self._key[:, place].copy_(call.key)
-        self._waiting.append(tokens.info)
-
-    def take(self) -> JoinedCalls | None:
-        """The calls that wait, which wait no longer; None if there are none."""
-        if not self._waiting:
-            return None
-        sites = tuple(self._waiting)
-        # Room that was not used stands behind each sequence's heads, and is left out without a copy.
-        query, key = (part[:, : len(sites)].flatten(1, 2) for part in (self._query, self._key))
+        """Copy a call's queries and keys; they wait for the end of the pass."""
+        # Not memory of inference mode, which can be used nowhere else.
+        with torch.inference_mode(False), torch.no_grad():
+            query, key = (torch.empty_like(part).copy_(part) for part in (call.query, call.key))
         empty = {
             "value": key.new_empty(*key.shape[:3], 0),
             "output": query.new_empty(query.shape[0], query.shape[2], query.shape[1], 0),
         }
-        joined = JoinedCalls(replace(self._first, query=query, key=key, **empty), self._tokens, sites)
-        self.clear()
-        return joined
+        waiting = _Waiting(replace(call, query=query, key=key, **empty), tokens)
+        self._under_way[_kind_of(call, tokens)].append(waiting)
 
-    def clear(self) -> None:
-        """Nothing waits."""
-        self._waiting = []
-        self._kind = None
-        for name in ("_first", "_tokens", "_query", "_key"):
-            vars(self).pop(name, None)
+    def end_pass(self) -> bool:
+        """The pass has ended; returns whether the calls that wait are to be read now."""
+        for kind, calls in self._under_way.items():
+            self._ended[kind] += calls
+            self._bytes += sum(_bytes_of(each.call) for each in calls)
+        self._under_way.clear()
+        if not self._bytes:
+            return False
+        device = next(iter(self._ended.values()))[0].call.query.device
+        return self._bytes > _memory_of(device) // SHARE
+
+    def drop_pass(self) -> None:
+        """Forget the calls of a pass that came to no end."""
+        self._under_way.clear()
+
+    def take(self) -> Iterator[JoinedCalls]:
+        """The calls of the passes that have ended, joined; they wait no longer."""
+        ended = list(self._ended.values())
+        self._ended.clear()
+        self._bytes = 0
+        ended.reverse()
+        while ended:  # none is held here once it is joined
+            by_site: dict[int, list[_Waiting]] = defaultdict(list)
+            for each in ended.pop():
+                by_site[each.tokens.info.index].append(each)
+            # Sites that were called in the same batches: all of them, unless the model takes other ways.
+            by_batches: dict[tuple[Any, ...], list[list[_Waiting]]] = defaultdict(list)
+            for calls in by_site.values():
+                by_batches[tuple(_batch_of(each) for each in calls)].append(calls)
+            del by_site
+            yield from (_joined(sites) for sites in by_batches.values())
 
 
-def _memory(part: Tensor, room: int) -> Tensor:
-    batch, *shape = part.shape
-    return part.new_empty(batch, room, *shape)
+def _joined(sites: Sequence[Sequence[_Waiting]]) -> JoinedCalls:
+    """The calls of some sites, each of which was called in the same batches."""
+    first = sites[0]
+    query, key = (
+        torch.cat([torch.stack(parts, 1).flatten(1, 2) for parts in zip(*calls_of_sites, strict=True)])
+        for calls_of_sites in (
+            [[each.call.query for each in calls] for calls in sites],
+            [[each.call.key for each in calls] for calls in sites],
+        )
+    )
+    call = replace(
+        first[0].call,
+        query=query,
+        key=key,
+        log_weight=_log_weight_of([each.call for each in first]),
+        value=key.new_empty(*key.shape[:3], 0),
+        output=query.new_empty(query.shape[0], query.shape[2], query.shape[1], 0),
+    )
+    return JoinedCalls(
+        call, _tokens_of([each.tokens for each in first]), tuple(calls[0].tokens.info for calls in sites)
+    )
 
 
-def _room(call: AttentionCall) -> int:
-    """How many calls like this one may wait."""
-    taken = call.query.nbytes + call.key.nbytes
-    device = call.query.device
-    memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 2**33
-    return memory // SHARE // taken
+def _tokens_of(batches: Sequence[CallTokens]) -> CallTokens:
+    """The tokens of several batches, one below the other."""
+    first = batches[0]
+    numbers = None if first.numbers is None else [number for each in batches for number in each.numbers or ()]
+    return replace(
+        first,
+        queries=_one_below_other([each.queries for each in batches]),
+        keys=_one_below_other([each.keys for each in batches]),
+        rows=sum(each.rows for each in batches),
+        numbers=numbers,
+        windows=list(chain.from_iterable(each.windows for each in batches)),
+    )
+
+
+def _one_below_other(batches: Sequence[Tokens]) -> Tokens:
+    def all_rows(parts: Sequence[Tensor | None]) -> Tensor | None:
+        given = [part for part in parts if part is not None]
+        return torch.cat(given) if given else None
+
+    real, special, ids, restarts = (
+        all_rows([getattr(each, name) for each in batches]) for name in ("real", "special", "ids", "restarts")
+    )
+    assert real is not None
+    return Tokens(real, special, ids, restarts)
+
+
+def _log_weight_of(batches: Sequence[AttentionCall]) -> Tensor | None:
+    """The log-weights of several batches, one below the other."""
+    given = [each.log_weight.expand(len(each.query), -1, -1, -1) for each in batches if each.log_weight is not None]
+    if not given:
+        return None
+    return given[0] if len(given) == 1 else torch.cat(given)
+
+
+def _bytes_of(call: AttentionCall) -> int:
+    weight = 0 if call.log_weight is None else call.log_weight.nbytes
+    return call.query.nbytes + call.key.nbytes + weight
+
+
+def _batch_of(waiting: _Waiting) -> tuple[Any, ...]:
+    """Equal for sites of one batch whose log-weights are one tensor."""
+    return *waiting.tokens.windows, id(waiting.call.log_weight)
 
 
 def _kind_of(call: AttentionCall, tokens: CallTokens) -> tuple[Any, ...]:
-    """What calls that are joined have in common."""
     info = tokens.info
-    parts = ((part.shape, part.dtype, part.device) for part in (call.query, call.key))
-    options = call.log_weight, call.is_causal, call.scale, call.softcap
-    return info.kind, info.in_decoder, info.itself, *parts, *options
-
-
-def _same(kind: tuple[Any, ...] | None, other: tuple[Any, ...]) -> bool:
-    """Whether both are equal, log-weights being the same tensor."""
-    return kind is not None and all(
-        one is another if isinstance(one, Tensor) or isinstance(another, Tensor) else one == another
-        for one, another in zip(kind, other, strict=True)
+    tensors = call.query, call.key, *(() if call.log_weight is None else (call.log_weight,))
+    parts = ((part.shape, part.dtype, part.device) for part in tensors)
+    known = (
+        tuple(getattr(side, name) is None for name in ("special", "ids", "restarts"))
+        for side in (tokens.queries, tokens.keys)
     )
+    options = call.is_causal, call.scale, call.softcap, tokens.rows
+    return info.kind, info.in_decoder, info.itself, *parts, *known, *options
+
+
+def _memory_of(device: torch.device) -> int:
+    """Bytes that the device has."""
+    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 2**33

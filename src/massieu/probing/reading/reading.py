@@ -54,7 +54,7 @@ from massieu.probing.statistics.query_reading import QueryReading
 from massieu.probing.stream.replay import HeadMaps, Replay, head_maps, write_maps
 from massieu.probing.stream.replays import Replays
 from massieu.probing.stream.wiring import AttentionRead, Step, StreamTracer
-from massieu.probing.sums.running import RunningParts
+from massieu.probing.sums.running import RunningParts, State
 from massieu.storage.record import Sublayer, Trouble
 
 _ITEMS_FIRST = BatchLayout()
@@ -170,7 +170,7 @@ class Reading(RunningParts):
         self._windows: Sequence[int] = ()
         self._numbers: RowNumbers | None = None
         self._sampled: list[SampledWindow] = []
-        self._waiting = WaitingCalls(sites)
+        self._waiting = WaitingCalls()
         by_interface = all(info.route == "interface" for info in sites) and not refused
         self._known = KnownWays() if by_interface else None
         self._read_sites: set[AttentionSite] = set()  # in the pass under way
@@ -222,7 +222,7 @@ class Reading(RunningParts):
         self._chosen.clear()
         self._sampled = [self._window(row, prepared, alone) for row in sampled]
         self.broken = False
-        self._waiting.clear()
+        self._waiting.drop_pass()
         self._sums.clear()
         # Groups measure inside the forward pass; their seconds are subtracted from those of the pass.
         before = sum(self.seconds.values())
@@ -231,7 +231,8 @@ class Reading(RunningParts):
                 self._pooled.look_ahead(self._tokens)
             with torch.no_grad():
                 output = output_tensor(self.model, self._run(prepared))
-                self._read_waiting()
+                if self._waiting.end_pass():
+                    self._read_waiting()
             self.untold.update(self._tokens.untold())
             self._look_for_trouble(output)
             for group in self.groups.values():
@@ -284,8 +285,24 @@ class Reading(RunningParts):
         wanted = self._sampled and self._wanting(Event.STEPS, Event.WEIGHTS)
         return bool(wanted or is_first_pass)
 
+    def state(self) -> State:
+        """All that was summed, calls that wait to be read together among it."""
+        self._read_waiting()
+        return super().state()
+
+    def add(self, state: State) -> None:
+        """Merge with what another reading has summed."""
+        self._read_waiting()
+        super().add(state)
+
+    def restore(self, state: State) -> None:
+        """Go on from what was summed elsewhere, in place of what this one has read."""
+        self._waiting = WaitingCalls()
+        super().restore(state)
+
     def finish(self) -> None:
         """Let every group measure what it has kept, once the text was read."""
+        self._read_waiting()
         for group in self.groups.values():
             self._deliver(group, group.finish)
 
@@ -475,7 +492,7 @@ class Reading(RunningParts):
         if self.tracer is not None:
             self.tracer.attention(call)
         queries, keys = self._tokens_of(call, info)
-        joined = self._are_joined and self._waiting.are_alike(call)
+        joined = self._are_joined and self._waiting.can_take(call, self._rows)
         if joined:
             self._sums += [finite_sum(part) for part in (call.query, call.key, call.value, call.output)]
         else:
@@ -486,12 +503,10 @@ class Reading(RunningParts):
         tokens = CallTokens(info, queries, keys, self._rows, numbers, self._windows, self._sampled, self._random)
         for group in self._wanting(Event.CALLS):
             self._deliver(group, group.on_call, call, tokens)
-        if not joined:
+        if joined:
+            self._waiting.add(call, tokens)
+        else:
             self._read_queries(call, tokens)
-            return
-        if not self._waiting.fits(call, tokens):
-            self._read_waiting()
-        self._waiting.add(call, tokens)
 
     def _tokens_of(self, call: AttentionCall, info: SiteInfo) -> tuple[Tokens, Tokens]:
         """The tokens that attend in a call, and those that are attended to."""
@@ -511,10 +526,10 @@ class Reading(RunningParts):
         )
 
     def _read_waiting(self) -> None:
-        """Read the calls that wait, as one call that has the heads of all of them."""
-        joined = self._waiting.take()
-        if joined is not None:
-            self._read_queries(joined.call, joined.tokens, joined.sites)
+        """Read the calls that wait, each kind of them as one call."""
+        with torch.no_grad():
+            for joined in self._waiting.take():
+                self._read_queries(joined.call, joined.tokens, joined.sites)
 
     def _read_queries(self, call: AttentionCall, tokens: CallTokens, joined: tuple[SiteInfo, ...] = ()) -> None:
         """The per-query statistics of a call, at no more than ``query_sample`` queries of each row.

@@ -105,8 +105,11 @@ def update_extremes(parts: Sequence[Extremes], result: QueryResult, call: Attent
             # Infinite or NaN somewhere, or nothing usable: such queries do not count.
             signed[row] = torch.where(signed[row].isfinite(), signed[row], -torch.inf)
             values[row] = signed[row].amax((0, 2)).double().cpu().numpy()
-    # Only a larger value replaces the former one, so that the first of equal ones stays.
-    improved = values > np.concatenate([part.best for part in parts], axis=1)
+    best = np.concatenate([part.best for part in parts], axis=1)
+    windows = np.concatenate([part.places[..., 0] for part in parts], axis=1)
+    # Of equal ones the first in the text stays; calls that were read together may come behind later ones.
+    earlier = np.isfinite(values) & (values == best) & (min(places.windows) < windows)
+    improved = (values > best) | earlier
     rows = [row for row in signed if improved[row].any()]
     if not rows:
         return
@@ -194,5 +197,8 @@ def _replace(
         heads = slice(start, start + part.best.shape[1])
         start = heads.stop
         for row, better, place in zip(rows, improved[:, heads], number[:, heads], strict=True):
+            is_equal = values[row, heads] == part.best[row]
+            comes_later = columns[place, 0] > part.places[row, :, 0]
+            better = better & ~(is_equal & comes_later)
             part.best[row, better] = values[row, heads][better]
             part.places[row, better] = columns[place[better]]

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 from dataclasses import dataclass
-from typing import cast
+from typing import Self, cast
 
 import numpy as np
 import torch
@@ -247,6 +247,12 @@ class AttentionStatistics(RunningParts):
                 totals = (values[..., None] * in_bin).sum(2)
                 counts = (valid[..., None] * in_bin).sum(2)
             ratio.update(*_in_main_memory(_by_item(totals.mT, rows), _by_item(counts.mT, rows)), numbers)
+
+    def merge(self, other: Self) -> None:
+        """Add what another has summed, part by part and without copies of its state."""
+        parts = dict(other._parts())
+        for name, part in self._parts():
+            part.merge(parts[name])
 
     def of_heads(self, heads: slice) -> "AttentionStatistics":
         """What was summed for some heads; it shares its numbers with this one."""
