@@ -1,6 +1,6 @@
 """Which functions of PyTorch a forward pass calls: one that calls those of another, in its order, attends where that does."""
 
-from typing import Any
+from typing import Any, Self
 
 from torch._C import _len_torch_function_stack  # pyright: ignore[reportAttributeAccessIssue]
 from torch.overrides import TorchFunctionMode
@@ -11,9 +11,10 @@ from massieu.probing.capture.capture import Capture
 class FunctionMode(TorchFunctionMode):
     """A function mode that is left even where Ctrl-C came while it was at work."""
 
-    def __enter__(self) -> "FunctionMode":
+    def __enter__(self) -> Self:
         self._depth = _len_torch_function_stack()
-        return super().__enter__()
+        super().__enter__()
+        return self
 
     def __exit__(self, *error: Any) -> None:
         # PyTorch takes a mode off the stack while it is at work: Ctrl-C in that moment leaves it off.

@@ -39,6 +39,24 @@ def finite_sum(tensor: Tensor) -> Float[Tensor, ""]:
     return tensor.detach().sum(dtype=torch.float32 if half else None).double()
 
 
+class LaterFinite:
+    """Whether sums are finite. It is asked of a GPU at once, and known before what the GPU is given afterwards."""
+
+    def __init__(self, sums: Sequence[Float[Tensor, ""]]) -> None:
+        flag = torch.stack([each.to(sums[-1].device) for each in sums]).sum().isfinite()
+        self._is_known: torch.cuda.Event | None = None
+        self._flag = flag
+        if flag.is_cuda:
+            self._flag = torch.empty((), dtype=torch.bool, pin_memory=True).copy_(flag, non_blocking=True)
+            self._is_known = torch.cuda.Event()
+            self._is_known.record(torch.cuda.current_stream(flag.device))
+
+    def __bool__(self) -> bool:
+        if self._is_known is not None:
+            self._is_known.synchronize()
+        return bool(self._flag)
+
+
 def _kind_of_few_bits(tensor: Tensor) -> str | None:
     """The same of numbers of 8 bits, which PyTorch does not sum; those of one type alone may be infinite."""
     if bool(tensor.isnan().any()):

@@ -56,6 +56,14 @@ def model_inputs(module: nn.Module, inputs: Mapping[str, Any], items: int | None
     return prepared
 
 
+def in_main_memory(inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """A batch for those who look at its numbers, each of which a GPU would have to be asked for."""
+    return {
+        name: value.cpu() if isinstance(value, Tensor) and not value.is_meta else value
+        for name, value in inputs.items()
+    }
+
+
 def with_target(module: nn.Module, inputs: dict[str, Any]) -> dict[str, Any]:
     """The inputs, with what the decoder reads where they hold labels that it is to predict, and no tokens for it.
 

@@ -23,7 +23,7 @@ from massieu.probing.capture.layout import BatchLayout
 from massieu.probing.capture.routes import capturing, capturing_interface
 from massieu.probing.capture.sites import SiteInfo
 from massieu.probing.capture.tokens import BatchTokens, Tokens, drawn_for
-from massieu.probing.checks.nonfinite import FirstTrouble, at_real, finite_sum, in_batch, in_call, kind_of
+from massieu.probing.checks.nonfinite import FirstTrouble, LaterFinite, at_real, finite_sum, in_batch, in_call, kind_of
 from massieu.probing.data.token_names import AUDIO, frames_of
 from massieu.probing.model.forward import decoder_given, output_tensor, run
 from massieu.probing.model.model_inputs import model_inputs
@@ -174,7 +174,9 @@ class Reading(RunningParts):
         by_interface = all(info.route == "interface" for info in sites) and not refused
         self._known = KnownWays() if by_interface else None
         self._read_sites: set[AttentionSite] = set()  # in the pass under way
-        self._sums: list[Tensor] = []  # finite where all numbers of the calls that were joined are
+        self._sums: list[Tensor] = []  # finite where all numbers of this pass's calls are that were joined
+        self._ended: _EndedPass | None = None  # whose numbers are not looked at yet
+        self._read_later: Tensor | int = 0  # queries that are to be added to those read
         self._chosen: dict[tuple[int, int, bool, bool], Tensor] = {}
         self.groups: dict[str, Group] = {}
         for group in groups:
@@ -287,22 +289,24 @@ class Reading(RunningParts):
 
     def state(self) -> State:
         """All that was summed, calls that wait to be read together among it."""
-        self._read_waiting()
+        self._settle()
         return super().state()
 
     def add(self, state: State) -> None:
         """Merge with what another reading has summed."""
-        self._read_waiting()
+        self._settle()
         super().add(state)
 
     def restore(self, state: State) -> None:
         """Go on from what was summed elsewhere, in place of what this one has read."""
         self._waiting = WaitingCalls()
+        self._ended = None
+        self._read_later = 0
         super().restore(state)
 
     def finish(self) -> None:
         """Let every group measure what it has kept, once the text was read."""
-        self._read_waiting()
+        self._settle()
         for group in self.groups.values():
             self._deliver(group, group.finish)
 
@@ -342,42 +346,68 @@ class Reading(RunningParts):
             self.seconds[part] += time.perf_counter() - started
 
     def _look_for_trouble(self, output: Tensor) -> None:
-        """Find where numbers that are not finite begin, in the first batch that has any."""
-        if self.trouble is not None:
-            return
+        """Find where numbers that are not finite begin, in the first batch that has any.
+
+        Of calls that wait to be read together it is asked later, so that no batch waits for the one before.
+        """
+        self._check_ended()
         inputs = self._tokens.inputs
         real = self._tokens.mask(decoder=decoder_given(inputs))
         if real is not None and self.sites[-1].tokens_first:
             real = real.mT
-        if self._sums and not bool(torch.stack(self._sums).sum().isfinite()):
-            self.broken = self.broken or self._is_broken_in_a_call(inputs)
+        ended = _EndedPass(inputs, real, output, self._tokens, self._windows, self._rows, self.broken)
+        if self._sums:
+            of_output = [finite_sum(output)] if output.is_floating_point() else []
+            self._ended = replace(ended, finite=LaterFinite([*self._sums, *of_output]))
+            self._sums.clear()
+        else:
+            self._find_trouble(ended)
+
+    def _check_ended(self) -> None:
+        """Look at the pass that ended last."""
+        ended = self._ended
+        self._ended = None
+        if ended is not None and not (ended.finite and not ended.broken):
+            broken = ended.broken or self._is_broken_in_a_call(ended)
+            self._find_trouble(replace(ended, broken=broken))
+
+    def _find_trouble(self, ended: "_EndedPass") -> None:
+        if self._trouble.trouble is not None:
+            return
         # Padding may be infinite without harm: the output is looked at again at real tokens alone.
-        if self.broken or (kind_of(output) and kind_of(at_real(output, real))):
-            first = self._windows[0]
-            windows = f"window {first}" if self._rows == 1 else f"windows {first} to {first + self._rows - 1}"
-            trouble = in_batch(self.model, inputs, real, windows)
+        if ended.broken or (kind_of(ended.output) and kind_of(at_real(ended.output, ended.real))):
+            first = ended.windows[0]
+            windows = f"window {first}" if ended.rows == 1 else f"windows {first} to {first + ended.rows - 1}"
+            trouble = in_batch(self.model, ended.inputs, ended.real, windows)
             if trouble is None:
                 trouble = Trouble(f"the model's numbers break down in {windows}", "NaN", "attention")
             self._trouble = FirstTrouble(trouble, first)
 
-    def _is_broken_in_a_call(self, inputs: dict[str, Any]) -> bool:
+    def _is_broken_in_a_call(self, ended: "_EndedPass") -> bool:
         """Whether an attention call of another pass over the batch has numbers at real tokens that are not finite."""
         broken: list[bool] = []
 
         def look(call: AttentionCall) -> None:
             info = self.by_site.get(call.site)
             if info is not None and not call.repeated:
-                queries, keys = self._tokens_of(call, info)
+                queries, keys = _tokens_of(ended.tokens, call, info)
                 broken.append(in_call(call, queries.real, keys.real))
 
         with torch.no_grad(), capturing(self.model, look):
-            run(self.model, inputs)
+            run(self.model, ended.inputs)
         return any(broken)
 
     @property
     def trouble(self) -> Trouble | None:
         """The first batch in which the model's numbers were not finite, and where in the model."""
+        self._check_ended()
         return self._trouble.trouble
+
+    def queries_read(self) -> int:
+        """`read_queries`, those of calls that wait among them."""
+        self.read_queries += int(self._read_later)
+        self._read_later = 0
+        return self.read_queries
 
     # Tokens ----------------------------------------------------------------------------------------------------------
 
@@ -491,14 +521,14 @@ class Reading(RunningParts):
             return
         if self.tracer is not None:
             self.tracer.attention(call)
-        queries, keys = self._tokens_of(call, info)
+        queries, keys = _tokens_of(self._tokens, call, info)
         joined = self._are_joined and self._waiting.can_take(call, self._rows)
         if joined:
             self._sums += [finite_sum(part) for part in (call.query, call.key, call.value, call.output)]
         else:
             self.broken = self.broken or in_call(call, queries.real, keys.real)
         if info.index == 0:
-            self.read_queries += int(queries.real.sum())
+            self._read_later = self._read_later + queries.real.sum()
         numbers = None if self._numbers is None else self._numbers.rows
         tokens = CallTokens(info, queries, keys, self._rows, numbers, self._windows, self._sampled, self._random)
         for group in self._wanting(Event.CALLS):
@@ -507,13 +537,6 @@ class Reading(RunningParts):
             self._waiting.add(call, tokens)
         else:
             self._read_queries(call, tokens)
-
-    def _tokens_of(self, call: AttentionCall, info: SiteInfo) -> tuple[Tokens, Tokens]:
-        """The tokens that attend in a call, and those that are attended to."""
-        cross = info.kind == "cross"
-        queries = self._tokens.of(call, decoder=info.in_decoder, cross=cross)
-        keys = self._tokens.of(call, decoder=info.in_decoder and not cross, keys=True, cross=cross)
-        return queries, keys
 
     @property
     def _are_joined(self) -> bool:
@@ -524,6 +547,12 @@ class Reading(RunningParts):
             and all(group.takes_joined for group in self._wanting(Event.QUERIES))
             and not any(function.own or function.control for function in self._functions.values())
         )
+
+    def _settle(self) -> None:
+        """Read and look at all that waits."""
+        self._read_waiting()
+        self._check_ended()
+        self.queries_read()
 
     def _read_waiting(self) -> None:
         """Read the calls that wait, each kind of them as one call."""
@@ -625,6 +654,26 @@ class Reading(RunningParts):
 
 
 @dataclass(frozen=True, eq=False)
+class _EndedPass:
+    """A forward pass, to find where its numbers break down if they do.
+
+    Attributes:
+        real: which tokens of the output are no padding.
+        broken: numbers of a call were not finite.
+        finite: whether all numbers of calls that were joined are; None where there is no such call.
+    """
+
+    inputs: dict[str, Any]
+    real: Tensor | None
+    output: Tensor
+    tokens: BatchTokens
+    windows: Sequence[int]
+    rows: int
+    broken: bool
+    finite: LaterFinite | None = None
+
+
+@dataclass(frozen=True, eq=False)
 class _QueryPart:
     """Queries of a call that are read together: all of them, or a sample of one row's.
 
@@ -658,6 +707,14 @@ class _QueryPart:
         places = Places(self.positions, tokens.windows[rows], num_rows, query_ids, key_ids)
         numbers = None if tokens.numbers is None else tokens.numbers[rows]
         return CallQueries(tokens.info, result, num_rows, numbers, places, self.call, self.queries.real, length)
+
+
+def _tokens_of(batch: BatchTokens, call: AttentionCall, info: SiteInfo) -> tuple[Tokens, Tokens]:
+    """The tokens that attend in a call, and those that are attended to."""
+    cross = info.kind == "cross"
+    queries = batch.of(call, decoder=info.in_decoder, cross=cross)
+    keys = batch.of(call, decoder=info.in_decoder and not cross, keys=True, cross=cross)
+    return queries, keys
 
 
 def _part(tokens: Tokens, item: slice, positions: slice | Tensor) -> Tokens:

@@ -22,7 +22,7 @@ from massieu.probing.data.token_names import NOT_TEXT, token_names
 from massieu.probing.model.checkpoint import shortened
 from massieu.probing.model.forward import named_inputs
 from massieu.probing.model.model import LoadedModel
-from massieu.probing.model.model_inputs import model_inputs, with_target
+from massieu.probing.model.model_inputs import in_main_memory, model_inputs, with_target
 from massieu.probing.model.tokenizers import check_ids
 from massieu.probing.model.unwrap import prompt_tokens
 from massieu.probing.reading.examples import LONGEST, Examples, ExampleWindow, example_length
@@ -126,21 +126,22 @@ class Session(SessionRecord):
         module = self.loaded.module
         inputs = with_target(module, named_inputs(module, batch.inputs if isinstance(batch, Batch) else batch))
         special = (batch.special, batch.target_special) if isinstance(batch, Batch) else (None, None)
-        check_ids(module, inputs)
+        in_memory = in_main_memory(inputs)
+        check_ids(module, in_memory)
         if not self.begun:
             self.begin(inputs)
             self._begin_beside(inputs)
             if self.options.per_token:
                 self._begin_rows(self.options.per_token)
         if self.options.new_tokens is None:
-            self.warnings += self.padding.warnings(inputs)
+            self.warnings += self.padding.warnings(in_memory)
         first = self.batches == 0
         # A process that shares the text reads the first batch for the wiring alone, and then begins anew.
         _, processes = self._share
         empty = self.state() if first and processes > 1 else {}
         rows = self.reading.layout.rows(module, inputs)
-        self.digest.add(inputs, rows if self.reading.layout.separable else None)
-        counted = BatchTokens(inputs).counted()
+        self.digest.add(in_memory, rows if self.reading.layout.separable else None)
+        counted = BatchTokens(in_memory).counted()
         # The model's wiring is found in the first batch, so every process reads it, and a resumed run reads it again.
         if first or self.course is None or self.course.owns(self.batches):
             self._measure(batch, inputs, special, rows, counted)
@@ -193,7 +194,7 @@ class Session(SessionRecord):
         self.reading.forward(inputs, marks, ranks, numbers, RowNumbers(numbers, ranks), target, alone)
         self.read += rows
         # Where there is no text, what the first attention layer asks about, such as patches.
-        self.tokens = self.reading.read_queries if counted is None else self.tokens + counted
+        self.tokens = self.reading.queries_read() if counted is None else self.tokens + counted
 
     # Running sums ------------------------------------------------------------------------------------------------------
 

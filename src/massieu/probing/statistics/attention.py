@@ -233,7 +233,7 @@ class JoinedSums:
             start = 0
             for site in sites:
                 stop = start + statistics[site].heads
-                statistics[site].merge(sums.of_heads(slice(start, stop)))
+                statistics[site].take_over(sums.of_heads(slice(start, stop)))
                 start = stop
         self._sums.clear()
 

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 from dataclasses import dataclass
-from typing import Self, cast
+from typing import cast
 
 import numpy as np
 import torch
@@ -248,8 +248,8 @@ class AttentionStatistics(RunningParts):
                 counts = (valid[..., None] * in_bin).sum(2)
             ratio.update(*_in_main_memory(_by_item(totals.mT, rows), _by_item(counts.mT, rows)), numbers)
 
-    def merge(self, other: Self) -> None:
-        """Add what another has summed, part by part and without copies of its state."""
+    def take_over(self, other: "AttentionStatistics") -> None:
+        """`merge`, without a copy of the other's state."""
         parts = dict(other._parts())
         for name, part in self._parts():
             part.merge(parts[name])

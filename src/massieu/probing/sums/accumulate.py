@@ -89,16 +89,19 @@ class Ratio:
         counts = counts.numpy()
         if not (counts >= 0).all():
             raise ValueError("count must hold numbers ≥ 0")
-        # (rows, 2, *shape): total and count; a total where nothing is counted stays 0, because it may be NaN.
-        pairs = np.zeros((len(totals), 2, *self.shape))
-        np.copyto(pairs[:, 0], totals, where=counts > 0)
+        # (rows, 2, *shape): total and count; a total where nothing is counted is 0, because it may be NaN.
+        pairs = np.empty((len(totals), 2, *self.shape))
+        pairs[:, 0] = np.where(counts > 0, totals, 0.0)
         pairs[:, 1] = counts
         # A row that counts nowhere is no unit; on a sample of the text's rows it must not take a place in the order.
         counting = np.asarray(counts.any(axis=tuple(range(1, counts.ndim))))
         places = None if numbers is None else _places(numbers)
         if places is not None and places.shape != counting.shape:
             raise ValueError(f"numbers must hold one for each of {len(counting)} rows, got shape {places.shape}")
-        self._sums.add(pairs[counting], None if places is None else places[counting])
+        if not counting.all():
+            pairs = pairs[counting]
+            places = None if places is None else places[counting]
+        self._sums.add(pairs, places)
 
     def merge(self, other: "Ratio") -> None:
         """Add what ``other`` has seen: other rows of the same text. ``other`` is not changed.

@@ -148,16 +148,18 @@ class BlockSums:
         if not len(pairs):
             return
         numbers = self.order.take(len(pairs), numbers)
-        ascending = np.argsort(numbers, kind="stable")
-        numbers = numbers[ascending]
-        pairs = pairs[ascending]
+        if (np.diff(numbers) < 0).any():
+            ascending = np.argsort(numbers, kind="stable")
+            numbers = numbers[ascending]
+            pairs = pairs[ascending]
         while numbers[-1] // self.size >= self.capacity:
             self.coarsen()
         # Rows of one block stand together now; each run of them is summed at once.
         blocks = numbers // self.size
         starts = np.flatnonzero(np.diff(blocks, prepend=-1))
         self.reach(blocks[-1] + 1)
-        self.sums[blocks[starts]] += np.add.reduceat(pairs, starts, axis=0)
+        for block, part in zip(blocks[starts], np.split(pairs, starts[1:]), strict=True):
+            self.sums[block] += part.sum(0)
         self.rows[blocks[starts]] += np.diff(np.append(starts, len(blocks)))
 
     def reach(self, blocks: int) -> None:
