@@ -11,6 +11,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +19,6 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from massieu.probing.model.drawn_ahead import DrawnAhead, are_drawn_ahead
 from massieu.probing.model.recorded import ROWS, Operation, Record, UnrecordedError, View, rows
 from massieu.probing.model.seeding import seed_of
 
@@ -29,6 +29,8 @@ _OF_SHAPE = {
     *("is_floating_point", "is_complex", "requires_grad_", "__len__", "__hash__", "untyped_storage", "data_ptr"),
 }
 
+DRAWING_DEVICES = frozenset({"cuda"})
+"""Types of devices on which weights are drawn."""
 _SCORED_ROWS = 64 * ROWS  # of a table, multiplied at once with what a head is given
 
 
@@ -39,6 +41,7 @@ class Weight:
     Attributes:
         block: the block to which it belongs; None outside of all.
         table: how its rows are made, where each of them is drawn apart from the others.
+        by_element: it is made of functions of single elements, which every device has.
         by_rows: it is so large that rows of it are drawn where rows are enough.
     """
 
@@ -47,6 +50,7 @@ class Weight:
     block: str | None
     requires_grad: bool
     table: list[Operation] | None
+    by_element: bool
     by_rows: bool
 
 
@@ -55,22 +59,11 @@ class DrawnWeights:
 
     Attributes:
         seed: of all its random numbers.
-        device, dtype: of the weights, whatever the device; they are drawn in main memory and as the constructor does.
+        device, dtype: of the weights. They are drawn in the type that the constructor draws them in: on a GPU where each
+            element is drawn by itself and by no table's rows, and else in main memory.
     """
 
-    def __init__(
-        self,
-        record: Record,
-        seed: int,
-        device: torch.device | None,
-        dtype: torch.dtype,
-        weights: Collection[Weight] = (),
-    ) -> None:
-        """Make ready to draw.
-
-        Args:
-            weights: all there are, in the order of the blocks.
-        """
+    def __init__(self, record: Record, seed: int, device: torch.device | None, dtype: torch.dtype) -> None:
         self.record = record
         self.seed = seed
         self.device = device
@@ -78,21 +71,16 @@ class DrawnWeights:
         self._block: str | None = None
         self._of_block: dict[str, nn.Parameter] = {}
         self._outside: dict[str, nn.Parameter] = {}
-        self._ahead = DrawnAhead(list(weights), self._numbers) if are_drawn_ahead(device) else None
 
     def of(self, weight: Weight) -> nn.Parameter:
         """A weight; it stays what it is for whoever holds it, also when it is forgotten here."""
         if weight.block is not None and weight.block != self._block:
             self._block = weight.block
             self._of_block = {}
-            if self._ahead is not None:
-                self._ahead.begin(weight.block)
         parameters = self._outside if weight.block is None else self._of_block
         if weight.name not in parameters:
-            numbers = None if self._ahead is None else self._ahead.take(weight)
             with _computing():
-                numbers = self._numbers(weight) if numbers is None else numbers
-                parameters[weight.name] = nn.Parameter(numbers, weight.requires_grad)
+                parameters[weight.name] = nn.Parameter(self._numbers(weight), weight.requires_grad)
         return parameters[weight.name]
 
     def at_work(self, weight: Weight) -> bool:
@@ -104,9 +92,6 @@ class DrawnWeights:
         self._block = None
         self._of_block = {}
         self._outside = {}
-        if self._ahead is not None:
-            self._ahead.end()
-            self._ahead = None
 
     def tensor(self, tensor: Tensor) -> Tensor:
         """The numbers of any tensor of the recorded model, on the processor and in the type of the constructor."""
@@ -121,36 +106,34 @@ class DrawnWeights:
 
     def rows(self, weight: Weight, numbers: Tensor) -> Tensor:
         """Some rows of a table, in the order of their numbers, no two of which are the same."""
-        table = weight.table
-        assert table is not None
-
-        def drawn(block_and_part: tuple[int, Tensor]) -> Tensor:
-            block, part = block_and_part
-            with _computing():
-                return rows(table, weight.view, block, self._generator)[part]
-
+        assert weight.table is not None
+        parts_drawn: list[Tensor] = []
         with _computing():
             blocks, places = (numbers.cpu() // ROWS).unique_consecutive(return_counts=True)
             parts = (numbers.cpu() % ROWS).split(places.tolist())
-            tasks = zip(blocks.tolist(), parts, strict=True)
-            parts_drawn = list(map(drawn, tasks)) if self._ahead is None else self._ahead.all(drawn, tasks)
-            return self.placed(torch.cat(parts_drawn) if parts_drawn else torch.empty(0, *weight.view.size[1:]))
+            for block, part in zip(blocks.tolist(), parts, strict=True):
+                block_rows = rows(weight.table, weight.view, block, self._generator)
+                parts_drawn.append(self.placed(block_rows[part]))
+        if not parts_drawn:
+            return self.placed(torch.empty(0, *weight.view.size[1:]))
+        return torch.cat(parts_drawn)
 
     def _numbers(self, weight: Weight) -> Tensor:
-        """A weight's numbers; other threads may ask for them too."""
-        with _computing():
-            if weight.table is None:
-                return self.placed(self.record.numbers(weight.view, self._generator))
+        if weight.table is not None:
             table = torch.empty(weight.view.size, dtype=weight.view.dtype)
             for block, part in enumerate(table.split(ROWS)):
                 part.copy_(rows(weight.table, weight.view, block, self._generator))
             return self.placed(table)
+        if weight.by_element and self.device is not None and self.device.type in DRAWING_DEVICES:
+            generator = partial(self._generator, device=self.device)
+            return self.placed(self.record.numbers_on(self.device, weight.view, generator))
+        return self.placed(self.record.numbers(weight.view, self._generator))
 
-    def _generator(self, operation: Operation, block: int) -> torch.Generator:
+    def _generator(self, operation: Operation, block: int, device: torch.device | None = None) -> torch.Generator:
         names = (self.record.names.get(storage) for storage in operation.writes)
         name = next(filter(None, names), f"operation {operation.number}")
         seed = seed_of(self.seed, name, operation.place, block)
-        return torch.Generator().manual_seed(seed)
+        return torch.Generator(device or "cpu").manual_seed(seed)
 
 
 @contextmanager
@@ -286,8 +269,8 @@ class Blueprint:
         Args:
             blocks: names of the modules of which one at a time has its weights.
         """
+        drawn = DrawnWeights(self.record, seed, device, dtype)
         weights = self._weights_of(frozenset(blocks))
-        drawn = DrawnWeights(self.record, seed, device, dtype, weights.values())
         memo: dict[int, Any] = {}
         for tensor in self.tree.parameters():
             weight = weights.get(id(tensor))
@@ -329,7 +312,8 @@ class Blueprint:
             view = self.record.view(tensor)
             table = self.record.by_rows(view) if id(tensor) in tables else None
             by_rows = table is not None and tensor.numel() > largest_block
-            yield tensor, Weight(name, view, of_block[name], tensor.requires_grad, table, by_rows)
+            by_element = self.record.by_element(view)
+            yield tensor, Weight(name, view, of_block[name], tensor.requires_grad, table, by_element, by_rows)
 
 
 def _stand_in(tensor: Tensor, weight: Weight, drawn: DrawnWeights) -> nn.Parameter:

@@ -75,7 +75,9 @@ class View:
 
     def of(self, storage: torch.UntypedStorage) -> Tensor:
         """The tensor in a piece of memory that has numbers."""
-        return torch.empty(0, dtype=self.dtype).set_(storage, self.offset, self.size, self.stride)
+        return torch.empty(0, dtype=self.dtype, device=storage.device).set_(
+            storage, self.offset, self.size, self.stride
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,6 +118,10 @@ class Operation:
             if layout != (view.size, view.stride, view.offset):
                 raise UnrecordedError(f"{self.function} lays its result out in another way than on the meta device")
             storages[view.storage] = result.untyped_storage()
+
+    def made(self) -> Tensor:
+        """What an operation makes of sizes alone, in main memory."""
+        return self.function(*self.arguments, **self.keywords)
 
     @property
     def target(self) -> View | None:
@@ -191,7 +197,7 @@ class Record:
         return [needed[number] for number in sorted(needed)]
 
     def numbers(self, view: View, generator_of: GeneratorOf) -> Tensor:
-        """A tensor's numbers, alone in memory."""
+        """A tensor's numbers, alone in main memory."""
         history = self.history(view.storage)
         touched = {view.storage}.union(*(each.reads | each.writes for each in history))
         created = {made.storage for each in history for made in each.created.values()}
@@ -199,6 +205,24 @@ class Record:
         for operation in history:
             operation.run(storages, generator_of)
         return view.of(storages[view.storage])
+
+    def numbers_on(self, device: torch.device, view: View, generator_of: GeneratorOf) -> Tensor:
+        """`numbers` of a tensor that is drawn element by element, on a device."""
+        storages = {view.storage: torch.UntypedStorage(self._held[view.storage].nbytes(), device=device)}
+        for operation in self.history(view.storage):
+            if not operation.created:
+                operation.run(storages, generator_of)
+            for created in operation.created.values():  # there is memory for it already
+                created.of(storages[view.storage]).copy_(operation.made())
+        return view.of(storages[view.storage])
+
+    def by_element(self, view: View) -> bool:
+        """Whether nothing but functions of each element by itself makes a tensor, which are the same on every device."""
+        history = self.history(view.storage)
+        return view.storage not in self.constants and all(
+            each.writes == {view.storage} and not each.reads and each.function in _BY_ELEMENT | _OF_A_SIZE
+            for each in history
+        )
 
     def _memory(self, storage: int) -> torch.UntypedStorage:
         """Memory as it was when it came from elsewhere, or that is about to be filled."""
