@@ -53,8 +53,9 @@ PROBED = {"n_layer": 12, "n_head": 12, "n_embd": 768, "vocab_size": 50257}
 WINDOW, BATCH = 512, 8
 PROBES: tuple[tuple[str, dict[str, Any], int], ...] = (
     ("quick", {"statistics": "quick"}, 64),
-    ("quick", {"statistics": "quick"}, 256),
+    ("quick", {"statistics": "quick"}, 2048),
     ("attention, eight re-initialised models", {"statistics": ["attention"]}, 64),
+    ("attention, eight re-initialised models", {"statistics": ["attention"]}, 2048),
 )
 """Their names, options, and windows."""
 TRAINED = 8, 1024
@@ -253,21 +254,23 @@ def probes(device: torch.device) -> Iterator[dict[str, Any]]:
     config = transformers.GPT2Config(**PROBED)
     model = transformers.GPT2Model(config).eval().to(device)
     most = max(number for *_, number in PROBES)
-    windows = torch.randint(config.vocab_size, (most, WINDOW), device=device)
-    massieu.probe(model, windows[:BATCH].split(1), statistics="quick")  # the first of a process loads what it needs
+    windows = torch.randint(config.vocab_size, (most, WINDOW))  # in main memory, as a loader of text gives them
+    for _, options, _ in PROBES:  # the first of a process loads and compiles what it needs
+        massieu.probe(model, windows[: 8 * BATCH].split(BATCH), **options)
     for name, options, number in PROBES:
         batches = list(windows[:number].split(BATCH))
 
         def forward(given: list[Tensor] = batches) -> None:
             with torch.no_grad():
                 for batch in given:
-                    model(batch, use_cache=False)
+                    model(batch.to(device), use_cache=False)
 
         def probe(given: list[Tensor] = batches, chosen: dict[str, Any] = options) -> None:
             massieu.probe(model, given, **chosen)
 
-        plain = walls({"forward": forward}, device, 3)["forward"]
-        ours = walls({"probe": probe}, device, 1)["probe"]
+        rounds = 3 if number <= 64 else 1
+        plain = walls({"forward": forward}, device, rounds)["forward"]
+        ours = walls({"probe": probe}, device, rounds)["probe"]
         yield {"name": name, "windows": number, "forward_seconds": plain, "seconds": ours}
 
 

@@ -38,9 +38,6 @@ SHAPE = ("score_variance", "collision")
 """Moments that need sums of squares: of weighted scores, and of weights."""
 PRIOR = NAMES[-3:]
 """Moments of the scores under equal weights, which need a mean and a spread of their own."""
-_WARPS = 4
-"""Warps of 32 threads that share a program."""
-
 
 @triton.jit
 def _tile(
@@ -277,7 +274,7 @@ def moments(problem: AttentionProblem, names: Collection[str]) -> dict[str, Tens
         POSITION="max_position" in names, VALUED=value is not None,
         PRECISION="ieee" if query.element_size() == 2 else "tf32x3",
         ROWS=tiling.queries, KEYS=tiling.keys, SIZE=padded_size, VALUE_SIZE=padded_value_size,
-        num_warps=_WARPS, num_stages=tiling.stages,
+        num_warps=tiling.warps, num_stages=tiling.stages,
     )  # fmt: skip
     by_name = dict(zip(NAMES, all_moments, strict=True)) | {"max_position": positions}
     results = {name: by_name[name] for name in names}
@@ -293,10 +290,14 @@ class _Tiling(NamedTuple):
     keys: int
     stages: int
     """Tiles of keys that are loaded ahead."""
+    warps: int = 4
+    """Warps of 32 threads that share a program."""
 
 
 def _tiling(bytes_per_number: int, size: int) -> _Tiling:
     """The largest tiles that fit a multiprocessor's memory, by the dtype and the padded head size."""
     if bytes_per_number == 4:
         return _Tiling(64, 64, stages=2) if size <= 64 else _Tiling(32, 32, stages=2)
+    if size <= 64:
+        return _Tiling(64, 64, stages=3)
     return _Tiling(64, 64, stages=3) if size <= 128 else _Tiling(64, 32, stages=2)

@@ -99,10 +99,12 @@ def _show_missing(
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     there = row < count
     level = tl.load(log_z + _places(row, heads, length, level_item, level_head, level_row), there, 0.0)
-    first = tl.load(output + _places(row, heads, length, output_item, output_head, output_row), there, 0.0)
-    first = first.to(tl.float32)
+    # The output is read for the few rows alone that need it: of each row it would be a memory transaction.
+    infinite = tl.abs(level) == float("inf")
+    at = _places(row, heads, length, output_item, output_head, output_row)
+    first = tl.load(output + at, there & infinite, 0.0).to(tl.float32)
     none = tl.where(first != first, float("nan"), float("-inf"))
-    tl.store(shown + row, tl.where(tl.abs(level) == float("inf"), none, level), there)
+    tl.store(shown + row, tl.where(infinite, none, level), there)
 
 
 def merged(grad_output: Tensor, grad_log_z: Tensor, output: Tensor, tiny: float, share: float) -> tuple[Tensor, Tensor]:

@@ -119,6 +119,7 @@ class Reading(RunningParts):
         source: Source | None = None,
         tell: Callable[[str], None] = lambda _: None,
         is_draw: bool = False,
+        known: "KnownWays | None" = None,
     ) -> None:
         """Make ready to read, and begin the groups that the options name.
 
@@ -129,6 +130,7 @@ class Reading(RunningParts):
             tell: is told what takes long.
             is_draw: the model is a draw of the re-initialised control. It reads one window, so that nothing of the
                 weights is kept for others, and only the groups' own numbers are asked.
+            known: ways through the code of models like this one that were followed already.
         """
         self.model = model
         self.refused = refused
@@ -172,7 +174,7 @@ class Reading(RunningParts):
         self._sampled: list[SampledWindow] = []
         self._waiting = WaitingCalls()
         by_interface = all(info.route == "interface" for info in sites) and not refused
-        self._known = KnownWays() if by_interface else None
+        self._known = (known or KnownWays()) if by_interface else None
         self._read_sites: set[AttentionSite] = set()  # in the pass under way
         self._sums: list[Tensor] = []  # finite where all numbers of this pass's calls are that were joined
         self._ended: _EndedPass | None = None  # whose numbers are not looked at yet

@@ -18,7 +18,7 @@ from massieu.probing.model.offload import execution_device
 from massieu.probing.model.seeding import seed_of
 from massieu.probing.model.unwrap import is_pretrained
 from massieu.probing.reading.options import Options
-from massieu.probing.reading.reading import Reading, RowNumbers
+from massieu.probing.reading.reading import KnownWays, Reading, RowNumbers
 from massieu.probing.result.tables import values
 from massieu.probing.statistics.group import Source
 from massieu.probing.statistics.registry import REPLACEMENT
@@ -97,6 +97,7 @@ class Draws:
         self.warnings: list[str] = []
         self.seconds = 0.0
         self._blueprint: Blueprint | str | None = None
+        self._known = KnownWays()
 
     def wants(self, rank: int) -> bool:
         """Whether the sampled window of this rank is to be kept for them."""
@@ -132,6 +133,7 @@ class Draws:
                 self.inputs,
                 self.source,
                 is_draw=True,
+                known=self._known,
             )
             special, target = window.special
             places = RowNumbers(range(len(window.rows)), {window.row: 0})
