@@ -45,7 +45,7 @@ def _steps(passes: int, length: float) -> Sides:
     inputs = [patterns, *layer.parameters()]
 
     def dense() -> object:
-        parts = (layer.query(patterns), layer._keys(patterns), layer._values(patterns))
+        parts = (layer.query(patterns), layer._part("stored", patterns), layer._part("projections", patterns))
         found = _dense(*(part.flatten(0, 1) for part in parts), passes)
         return torch.autograd.grad(layer.output(found.transpose(0, 1).flatten(1)).sum(), inputs)
 
@@ -63,7 +63,7 @@ def _pooling(passes: int, length: float) -> Sides:
 
     def dense() -> object:
         query = layer.query(pooling.states).expand(len(patterns), -1, -1, -1)
-        parts = (query, layer._keys(patterns), layer._values(patterns))
+        parts = (query, layer._part("stored", patterns), layer._part("projections", patterns))
         found = _dense(*(part.flatten(0, 1) for part in parts), passes).unflatten(0, (-1, HEADS))
         return torch.autograd.grad(layer.output(found.transpose(1, 2).flatten(2)).sum(), inputs)
 

@@ -341,7 +341,15 @@ def measure(
     Args:
         whole: whether no case is missing once these are measured.
     """
-    content: dict[str, Any] = {"rows": [], "lost": {}, "accuracy": [], "fixed": [], "probes": [], "training": []}
+    content: dict[str, Any] = {
+        "rows": [],
+        "lost": {},
+        "finished": [],  # parts beside the rows that need not be measured again
+        "accuracy": [],
+        "fixed": [],
+        "probes": [],
+        "training": [],
+    }
     content |= {
         part: found for part, found in _earlier(harness.RESULTS / "on_cuda.json", name).items() if part in content
     }
@@ -357,13 +365,14 @@ def measure(
             ("probes", lambda: probes(device)),
             ("accuracy", lambda: right.accuracy(device)),
         ):
-            if not content[part] and whole:
+            if part not in content["finished"] and whole:
                 print(part, flush=True)
                 found = []
                 for row in rows():
                     found.append(row)
                     harness.save("on_cuda", device=name, complete=False, **content | {part: found})
                 content[part] = found
+                content["finished"].append(part)
         save(complete=whole)
     except KeyboardInterrupt:
         print(f"interrupted: {len(content['rows'])} of {len(chosen)} cases are kept", file=sys.stderr)

@@ -39,6 +39,7 @@ SHAPE = ("score_variance", "collision")
 PRIOR = NAMES[-3:]
 """Moments of the scores under equal weights, which need a mean and a spread of their own."""
 
+
 @triton.jit
 def _tile(
     sums, queries, key_at, value_at, keep_at, place, rows, keys, low, high, scale, softcap,
@@ -299,5 +300,5 @@ def _tiling(bytes_per_number: int, size: int) -> _Tiling:
     if bytes_per_number == 4:
         return _Tiling(64, 64, stages=2) if size <= 64 else _Tiling(32, 32, stages=2)
     if size <= 64:
-        return _Tiling(64, 64, stages=3)
+        return _Tiling(64, 128, stages=2)
     return _Tiling(64, 64, stages=3) if size <= 128 else _Tiling(64, 32, stages=2)

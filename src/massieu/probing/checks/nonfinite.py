@@ -68,6 +68,8 @@ def _kind_of_few_bits(tensor: Tensor) -> str | None:
 
 def in_weights(model: nn.Module) -> Trouble | None:
     """The weights that are not finite. Buffers may hold infinities, as masks do, but no NaN."""
+    if _are_finite_on_a_gpu(model):
+        return None
     kinds = [(name, kind_of(tensor), is_buffer) for name, tensor, is_buffer in weights(model)]
     kinds.sort(key=lambda entry: entry[2])  # parameters first, then buffers
     broken = [(name, what) for name, what, is_buffer in kinds if what and (what == "NaN" or not is_buffer)]
@@ -76,6 +78,21 @@ def in_weights(model: nn.Module) -> Trouble | None:
     first, what = broken[0]
     others = f" and {len(broken) - 1} more" if len(broken) > 1 else ""
     return Trouble(f"the model is broken: {what} in the weight {first}{others}", what, first)
+
+
+def _are_finite_on_a_gpu(model: nn.Module) -> bool:
+    """Whether all weights lie on one GPU and are finite, which it is asked once for all of them."""
+    tensors = [*model.parameters(), *model.buffers()]
+    devices = {tensor.device for tensor in tensors}
+    numbers = [tensor for tensor in tensors if tensor.is_floating_point() and tensor.dtype.itemsize > 1]
+    if len(devices) != 1 or next(iter(devices)).type != "cuda" or not numbers:
+        return False
+    if any(type(tensor) not in (Tensor, nn.Parameter) for tensor in tensors):
+        return False
+    others = [
+        tensor for tensor in tensors if tensor.is_complex() or (tensor.is_floating_point() and tensor.itemsize == 1)
+    ]
+    return not others and bool(LaterFinite([finite_sum(tensor) for tensor in numbers]))
 
 
 def in_batch(model: nn.Module, inputs: dict[str, Any], real: Tensor | None, batch: str) -> Trouble | None:

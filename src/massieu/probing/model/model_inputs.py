@@ -34,7 +34,7 @@ def model_inputs(module: nn.Module, inputs: Mapping[str, Any], items: int | None
     for name, value in inputs.items():
         if isinstance(value, Tensor):
             rows = value[:items] if value.dim() else value
-            prepared[name] = rows.to(device)
+            prepared[name] = _placed(rows, device)
         else:
             prepared[name] = value
     if config is not None and _accepts(module, "use_cache"):
@@ -54,6 +54,13 @@ def model_inputs(module: nn.Module, inputs: Mapping[str, Any], items: int | None
             "give decoder_input_ids too"
         )
     return prepared
+
+
+def _placed(rows: Tensor, device: torch.device | None) -> Tensor:
+    """An input on the model's device. A GPU fetches it when it comes to it; else it would have to come to its end first."""
+    if device is None or device.type != "cuda" or rows.device.type != "cpu" or rows.layout != torch.strided:
+        return rows.to(device)
+    return rows.pin_memory().to(device, non_blocking=True)
 
 
 def in_main_memory(inputs: Mapping[str, Any]) -> dict[str, Any]:
