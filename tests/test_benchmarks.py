@@ -31,7 +31,7 @@ def _module(name: str) -> ModuleType:
 comparisons, explicit, fit, harness = map(_module, ("comparisons", "explicit_attention", "fit", "harness"))
 lengths, losses, on_cuda, page, right = map(_module, ("lengths", "losses", "on_cuda", "page", "right"))
 conditional_mean, how_long, scaling, sections = map(_module, ("conditional_mean", "how_long", "scaling", "sections"))
-growth = _module("growth")
+growth, hopfield = map(_module, ("growth", "hopfield"))
 RESULTS = page.read(FOLDER / "results")
 
 
@@ -388,6 +388,35 @@ def test_an_interrupted_run_on_cuda_goes_on(few, monkeypatch, capsys):
     assert [row["name"] for row in done["rows"]] == list(few)
     assert (done["complete"], next(places)) == (True, 5)
     assert on_cuda._earlier(harness.RESULTS / "on_cuda.json", "some device") == {}
+
+
+@pytest.mark.parametrize(("sides", "passes"), [("_steps", 1), ("_steps", 3), ("_pooling", 2)])
+def test_both_sides_of_the_hopfield_benchmark_do_the_same_work(sides, passes):
+    dense, ours = getattr(hopfield, sides)(passes, 12)
+    for found, expected in zip(ours(), dense(), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-5)
+
+
+def test_a_part_that_broke_off_is_measured_again(monkeypatch, tmp_path):
+    monkeypatch.setattr(harness, "RESULTS", tmp_path)
+    parts = {"accuracy": right, "training": on_cuda, "probes": on_cuda, "fixed_costs": on_cuda}
+    for part, module in parts.items():
+        monkeypatch.setattr(module, part, lambda device, part=part: [{"of": part}])
+
+    def broken(device: torch.device):
+        yield {"of": "half"}
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(on_cuda, "training", broken)
+    device = torch.device("cpu")
+    assert on_cuda.measure(device, "some device", {}, 0.0) == 130
+    kept = page.read(tmp_path)["on_cuda"]
+    assert (kept["finished"], kept["fixed"], kept["training"]) == (["fixed"], [{"of": "fixed_costs"}], [{"of": "half"}])
+    monkeypatch.setattr(on_cuda, "fixed_costs", broken)
+    monkeypatch.setattr(on_cuda, "training", lambda device: [{"of": "all"}])
+    assert on_cuda.measure(device, "some device", {}, 0.0) == 0
+    done = page.read(tmp_path)["on_cuda"]
+    assert (done["training"], done["complete"]) == ([{"of": "all"}], True)
 
 
 def test_the_cases_of_cuda_are_those_of_the_bars():

@@ -17,6 +17,7 @@ from tests.support.probing.drawn import in_memory
 from tests.support.rows import some_slow
 from torch import Tensor, nn
 
+from massieu.probing.model import drawn as drawn_models
 from massieu.probing.model.blueprint import blueprint_of, smaller
 from massieu.probing.model.drawn import Blueprint, DrawnWeights
 from massieu.probing.model.forward import output_tensor
@@ -388,3 +389,20 @@ def test_a_smaller_configuration_has_few_layers_and_tokens():
     assert (small.num_hidden_layers, len(small.layer_types), small.vocab_size, small.hidden_size) == (2, 2, 1000, 288)
     assert smaller(SwinConfig(depths=[2, 2, 18, 2])).depths == [2, 2, 2, 2]
     assert Gemma2Config().num_hidden_layers == 26
+
+
+@pytest.mark.medium
+@every_model
+def test_what_is_drawn_element_by_element_is_the_same_in_memory_of_a_devices_own(name, monkeypatch):
+    """A GPU draws other numbers by the same operations; the processor draws the same ones."""
+    model, _ = CASES[name]()
+    found = blueprint_of(model)
+    if isinstance(found, str):
+        pytest.skip(found)
+    _, expected = found.draw(blocks_of(model), 3, torch.device("cpu"), torch.float32)
+    monkeypatch.setattr(drawn_models, "DRAWING_DEVICES", frozenset({"cpu"}))
+    _, weights = found.draw(blocks_of(model), 3, torch.device("cpu"), torch.float32)
+    all_weights = [weight for _, weight in found._weights(blocks_of(model))]
+    assert any(weight.by_element and weight.table is None for weight in all_weights)
+    for weight in all_weights:
+        assert torch.equal(weights.of(weight), expected.of(weight)), weight.name

@@ -176,6 +176,7 @@ class Reading(RunningParts):
         by_interface = all(info.route == "interface" for info in sites) and not refused
         self._known = (known or KnownWays()) if by_interface else None
         self._read_sites: set[AttentionSite] = set()  # in the pass under way
+        self._other_routes = False  # some attention of that pass was not read by the interface
         self._sums: list[Tensor] = []  # finite where all numbers of this pass's calls are that were joined
         self._ended: _EndedPass | None = None  # whose numbers are not looked at yet
         self._read_later: Tensor | int = 0  # queries that are to be added to those read
@@ -251,6 +252,7 @@ class Reading(RunningParts):
     def _run(self, prepared: dict[str, Any]) -> Any:
         """The model's output for one batch, its attention read on the way."""
         self._read_sites.clear()
+        self._other_routes = False
         follows_steps = self._follows_steps()
         if self._known is None or not self._known.codes or follows_steps:
             return self._followed(prepared, self._on_attention, follows_steps)
@@ -273,7 +275,7 @@ class Reading(RunningParts):
                 output = run(self.model, prepared)
             self.unexplained |= capture.unexplained
         self._capture = None
-        if self._known is not None:
+        if self._known is not None and not self._other_routes:
             self._known.codes.add(called.code)
         return output
 
@@ -518,6 +520,7 @@ class Reading(RunningParts):
         if info is None:
             return
         self._read_sites.add(call.site)
+        self._other_routes |= call.route != "interface"
         if call.repeated:  # the same weights applied to other values; these weights were already read
             self.broken = self.broken or kind_of(call.value) is not None
             return
