@@ -196,6 +196,17 @@ def _right(rows: list[Json]) -> str:
     return table(head, cells)
 
 
+def _further_windows(rows: list[Json]) -> list[str]:
+    """What one more window costs, of each probe that was measured at several lengths of text."""
+    sentences = []
+    for name in dict.fromkeys(row["name"] for row in rows):
+        own = sorted((row for row in rows if row["name"] == name), key=lambda row: row["windows"])
+        probe, forward = (own[-1][part] - own[0][part] for part in ("seconds", "forward_seconds"))
+        if len(own) > 1 and forward > 0:
+            sentences.append(f"Each further window takes {ratio(probe / forward)} of its forward pass ({name}).\n")
+    return sentences
+
+
 def on_cuda(content: Json) -> str:
     whole = "" if content["complete"] else " Some planned rows were not measured."
     beside = "compared with the fastest of PyTorch's own kernels or of the libraries"
@@ -240,6 +251,7 @@ def on_cuda(content: Json) -> str:
                     for row in content["probes"]
                 ],
             ),
+            *_further_windows(content["probes"]),
         ]
     if content["accuracy"]:
         parts += [
