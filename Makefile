@@ -174,7 +174,7 @@ side-by-side: $(BRIDGES)/installed $(HAMUX)/installed $(VENV)/decoder ## what ot
 	$(BIN)/python -m scripts.side_by_side page
 
 # What is measured already is not measured again after an interruption; once all are done, the next run starts anew.
-BENCHMARKS := ops half_precision lengths losses tokens policy packed measures scaling hopfield fixed_points implicit boltzmann population conditional_mean probe growth monitor alarms
+BENCHMARKS := ops half_precision lengths losses tokens policy packed tap measures scaling hopfield fixed_points implicit boltzmann population conditional_mean probe growth monitor alarms
 MEASURED := massieu-results/bench
 
 $(VENV)/measured: $(VENV)/installed

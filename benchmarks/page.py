@@ -21,6 +21,7 @@ TITLES = {
     "tokens": "Token statistics without logits",
     "policy": "Policies without logits",
     "packed": "Packed rows",
+    "tap": "Reading hand-written attention",
     "measures": "Measures of atoms",
     "scaling": "Keys on disk",
     "hopfield": "Hopfield layers",
