@@ -114,9 +114,15 @@ def test_what_waits_is_read_as_soon_as_it_takes_its_share_of_memory(joined, monk
     expected = probed(model, batches, statistics="quick")
     assert joined == [(3, 16)]
     joined.clear()
-    monkeypatch.setattr(joined_calls, "SHARE", 2**40)
+    a_call = 2 * batches[0].numel() * 32 * 4  # bytes of queries and keys
+    monkeypatch.setattr(joined_calls, "SHARE", 2**33 // (3 * a_call))
     check_alike(probed(model, batches, statistics="quick"), expected)
-    assert joined == [(3, 4)] * 4
+    # The fourth call is the first of the second batch: the first site has two batches then, the others one.
+    assert joined[:2] == [(1, 8), (2, 4)]
+    joined.clear()
+    monkeypatch.setattr(joined_calls, "SHARE", 2**33)
+    check_alike(probed(model, batches, statistics="quick"), expected)
+    assert joined == [], "a call for which there is no room is read alone"
 
 
 class ChangedLater(nn.Module):
@@ -145,6 +151,86 @@ def test_what_the_model_does_to_queries_and_keys_later_is_not_seen(joined, monke
     assert joined and result.trouble is None
     monkeypatch.setattr(joined_calls, "DEVICES", frozenset())
     check_alike(result, probed(model, batches, statistics=["attention"]))
+
+
+class OneMaskForAll(nn.Module):
+    """A mask that is written anew for each layer, and by each batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.projections = nn.ModuleList([nn.Linear(8, 24) for _ in range(2)])
+        self.register_buffer("mask", torch.zeros(1, 1, 6, 6, dtype=torch.bool), persistent=False)
+
+    def forward(self, states: Tensor, width: Tensor) -> Tensor:
+        places = torch.arange(6)
+        for layer, projection in enumerate(self.projections):
+            self.mask.copy_((places[:, None] - places).abs() <= int(width[0]) + layer)
+            query, key, value = projection(states).unflatten(-1, (3, 2, 4)).transpose(1, 3).unbind(2)
+            output = nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=self.mask)
+            states = states + output.transpose(1, 2).flatten(2)
+        return states
+
+
+class WithoutAutocast(nn.Module):
+    """Its attention is computed in float32, whatever is said outside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.projections = nn.ModuleList([nn.Linear(8, 24) for _ in range(2)])
+
+    def forward(self, states: Tensor) -> Tensor:
+        with torch.autocast("cpu", enabled=False):
+            for projection in self.projections:
+                query, key, value = projection(3 * states).unflatten(-1, (3, 2, 4)).transpose(1, 3).unbind(2)
+                output = nn.functional.scaled_dot_product_attention(query, key, value)
+                states = states + output.transpose(1, 2).flatten(2)
+        return states
+
+
+def states_of(seed: int) -> Tensor:
+    return torch.randn(3, 6, 8, generator=torch.Generator().manual_seed(seed))
+
+
+def test_a_mask_that_is_written_anew_is_read_as_each_call_had_it(joined, monkeypatch):
+    model = OneMaskForAll().eval()
+    batches = [{"states": states_of(seed), "width": torch.full((3,), seed)} for seed in range(4)]
+    result = probed(model, batches, statistics="quick")
+    assert joined
+    monkeypatch.setattr(joined_calls, "DEVICES", frozenset())
+    check_alike(result, probed(model, batches, statistics="quick"))
+
+
+def test_what_waits_is_read_as_precisely_as_it_was_computed(joined, monkeypatch):
+    model, batches = WithoutAutocast().eval(), [states_of(seed) for seed in range(3)]
+    with torch.autocast("cpu", torch.bfloat16):
+        result = probed(model, batches, statistics="quick")
+        assert joined
+        monkeypatch.setattr(joined_calls, "DEVICES", frozenset())
+        check_alike(result, probed(model, batches, statistics="quick"))
+
+
+def test_a_loader_may_fill_one_batch_again_and_again(joined, monkeypatch):
+    def batches() -> Iterator[dict[str, Tensor]]:
+        tokens = torch.empty(3, 8, dtype=torch.long)
+        mask = torch.ones(3, 8, dtype=torch.bool)
+        for seed in range(4):
+            tokens.copy_(ids(3, 8, seed))
+            mask.fill_(True)
+            mask[0, 2 + seed :] = False
+            yield {"input_ids": tokens, "attention_mask": mask}
+
+    model = gpt2()
+    result = probed(model, batches(), statistics="quick")
+    assert joined
+    monkeypatch.setattr(joined_calls, "DEVICES", frozenset())
+    check_alike(result, probed(model, batches(), statistics="quick"))
+
+
+def test_nothing_waits_where_nobody_reads_queries(joined):
+    assert probed(gpt2(), [ids(4, 12, 0)], statistics=["stream_cosine"], draws=0).complete
+    assert joined == []
 
 
 class BrokenFor(nn.Module):

@@ -36,5 +36,7 @@ class FunctionsCalled(FunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not self.capture.claimed:
-            self.code = hash((self.code, func))
+            self.code = hash(
+                (self.code, func, *map(type, args))
+            )  # a product with a weight is no product of activations
         return func(*args, **(kwargs or {}))

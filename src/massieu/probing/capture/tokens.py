@@ -61,12 +61,14 @@ class Tokens:
         ids: their numbers; None where the model was given none.
         restarts: where a document begins behind another one, in rows that hold several and attend within each; None where
             there is no such row.
+        told: the batch or the call itself says what is padding; else it is as in an earlier call, or there is none.
     """
 
     real: Bool[Tensor, "B L"]
     special: Bool[Tensor, "B L"] | None
     ids: Int[Tensor, "B L"] | None = None
     restarts: Bool[Tensor, "B L"] | None = None
+    told: bool = True
 
     def first(self) -> Int[Tensor, " B"]:
         """Position of the first real token of each sequence."""
@@ -151,7 +153,7 @@ class BatchTokens:
 
     def of(self, call: AttentionCall, *, decoder: bool, keys: bool = False, cross: bool = False) -> Tokens:
         """Tokens asked about, or attended to, in one attention call."""
-        real = self._real(call, decoder, keys, cross)
+        real, told = self._real(call, decoder, keys, cross)
         if self.frames is not None and not decoder and self.frames.shape == real.shape:
             real = real & self.frames  # of a row too short for a frame, wav2vec 2.0 attends to padding
         # What there is of another sequence, as the text beside frames of audio, says nothing of these tokens.
@@ -163,9 +165,10 @@ class BatchTokens:
             ids = None
         has_own_tokens = decoder and decoder_given(self.inputs)
         restarts = None if has_own_tokens else self._restarts(call, real)
-        return Tokens(real, special, ids, restarts)
+        return Tokens(real, special, ids, restarts, told)
 
-    def _real(self, call: AttentionCall, decoder: bool, keys: bool, cross: bool) -> Bool[Tensor, "B L"]:
+    def _real(self, call: AttentionCall, decoder: bool, keys: bool, cross: bool) -> tuple[Bool[Tensor, "B L"], bool]:
+        """Which tokens are no padding, and whether that is told for this call."""
         real = real_tokens(call, self.inputs, decoder=decoder, keys=keys, cross=cross)
         batch = call.query.shape[0]
         length = call.query.shape[2]
@@ -173,14 +176,14 @@ class BatchTokens:
         if real is not None:
             if not keys and self._num_rows() == batch:
                 self.by_length[side] = real
-            return real
+            return real, True
         earlier = self.by_length.get(side)
         if earlier is not None and len(earlier) == batch:
-            return earlier
+            return earlier, False
         mask = self.mask(decoder=decoder)
         if mask is None or not bool(mask.all()):
             self.unknown.add(side)
-        return torch.ones(batch, length, dtype=torch.bool, device=call.query.device)
+        return torch.ones(batch, length, dtype=torch.bool, device=call.query.device), False
 
     def untold(self) -> list[int]:
         """Lengths of sequences with padding of which it was not known where, so that all tokens counted as real."""

@@ -60,7 +60,18 @@ def _placed(rows: Tensor, device: torch.device | None) -> Tensor:
     """An input on the model's device. A GPU fetches it when it comes to it; else it would have to come to its end first."""
     if device is None or device.type != "cuda" or rows.device.type != "cpu" or rows.layout != torch.strided:
         return rows.to(device)
+    if rows.is_pinned():  # and may be filled anew by whoever gave it
+        return rows.to(device)
     return rows.pin_memory().to(device, non_blocking=True)
+
+
+def copied_from_callers(prepared: Mapping[str, Any], inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """Prepared inputs none of which lies in memory of the batch that was given, which the caller may fill anew."""
+    given = {value.untyped_storage().data_ptr() for value in inputs.values() if isinstance(value, Tensor)}
+    return {
+        name: value.clone() if isinstance(value, Tensor) and value.untyped_storage().data_ptr() in given else value
+        for name, value in prepared.items()
+    }
 
 
 def in_main_memory(inputs: Mapping[str, Any]) -> dict[str, Any]:

@@ -40,7 +40,8 @@ def hash_in_background(module: nn.Module) -> str | Future[str]:
     """
     if not any(tensor.is_cuda for tensor in module.parameters()):
         return module_hash(module)
-    tensors = list(_weights(module))
+    buffers = dict(module.named_buffers())  # a forward pass may change them
+    tensors = [(name, tensor.clone() if name in buffers else tensor) for name, tensor in _weights(module)]
     if not all(type(tensor) in (Tensor, nn.Parameter) and not tensor.is_meta for _, tensor in tensors):
         return module_hash(module)  # offloaded or sharded ones are fetched by this thread
     settings = settings_hash(module)

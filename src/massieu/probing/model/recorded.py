@@ -119,10 +119,6 @@ class Operation:
                 raise UnrecordedError(f"{self.function} lays its result out in another way than on the meta device")
             storages[view.storage] = result.untyped_storage()
 
-    def made(self) -> Tensor:
-        """What an operation makes of sizes alone, in main memory."""
-        return self.function(*self.arguments, **self.keywords)
-
     @property
     def target(self) -> View | None:
         """What an operation in place works on."""
@@ -212,8 +208,10 @@ class Record:
         for operation in self.history(view.storage):
             if not operation.created:
                 operation.run(storages, generator_of)
-            for created in operation.created.values():  # there is memory for it already
-                created.of(storages[view.storage]).copy_(operation.made())
+            elif operation.function is not _aten.empty.memory_format:
+                made = operation.function(*operation.arguments, **operation.keywords, device=device)
+                for created in operation.created.values():  # there is memory for it already
+                    created.of(storages[view.storage]).copy_(made)
         return view.of(storages[view.storage])
 
     def by_element(self, view: View) -> bool:

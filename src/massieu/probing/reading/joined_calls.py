@@ -1,13 +1,13 @@
 """Attention calls that are read as one: those of all layers, and of several batches.
 
 On an accelerator the statistics of a call are some hundred small operations, each of which takes the host as long to begin as
-the device to do. Of many calls together they take the host hardly longer than of one. Queries and keys are copied when a call
-is made, so that nothing which the model does to them later is seen.
+the device to do. Of many calls together they take the host hardly longer than of one. What is kept of a call is copied when
+it is made, so that nothing which the model does to it later is seen.
 """
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
@@ -21,8 +21,8 @@ from massieu.probing.statistics.group import CallTokens
 
 DEVICES = frozenset({"cuda"})
 """Types of devices on which calls are joined."""
-SHARE = 64
-"""Queries and keys that wait take at most one in so many bytes of the device's memory, and those of one pass more."""
+SHARE = 32
+"""What waits takes at most one in so many bytes of the memory that the device has left. To read it takes six times as much."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,78 +48,87 @@ class _Waiting:
     tokens: CallTokens
 
 
-_Kinds = dict[tuple[Any, ...], list[_Waiting]]
-"""Calls by what those that are joined have in common."""
-
-
-@dataclass
 class WaitingCalls:
-    """Calls that wait to be read together: of passes that came to their end, and of the one under way."""
+    """Calls that wait to be read together."""
 
-    _ended: _Kinds = field(default_factory=lambda: defaultdict(list))
-    _under_way: _Kinds = field(default_factory=lambda: defaultdict(list))
-    _bytes: int = 0
+    def __init__(self) -> None:
+        self._calls: dict[tuple[Any, ...], list[_Waiting]] = defaultdict(list)  # by what those that are joined share
+        self._bytes = 0
+        self._limit = 0
+        self._copies: dict[int, tuple[Tensor, int, Tensor]] = {}
 
-    @staticmethod
-    def can_take(call: AttentionCall, rows: int) -> bool:
-        """Whether this call could be joined with others: nothing but its queries and keys is its own.
-
-        Args:
-            rows: of the batch.
-        """
-        device = call.query.device.type
+    def can_take(self, call: AttentionCall, tokens: CallTokens) -> bool:
+        """Whether this call could be joined with others: nothing but its queries and keys is its own, and there is room."""
+        device = call.query.device
         weight = call.log_weight
         is_for_all_heads = weight is None or (weight.dim() == 4 and weight.shape[1] == 1)
-        return (
-            device in DEVICES
+        is_alike = (
+            device.type in DEVICES
             and all(type(tensor) is Tensor and tensor.is_floating_point() for tensor in (call.query, call.key))
-            and not torch.is_autocast_enabled(device)
+            and not torch.is_autocast_enabled(device.type)
             and call.grade == "full"
             and call.sink is None
             and call.seen is None
             and call.weights is None
             and call.query.numel() > 0
             and call.key.numel() > 0
-            and len(call.query) % rows == 0
+            and len(call.query) % tokens.rows == 0
             and is_for_all_heads
+            # Else another call of the same shape may be told what is padding.
+            and tokens.queries.told
+            and tokens.keys.told
         )
+        if is_alike and not self._bytes:
+            self._limit = _memory_left(device) // SHARE
+        return is_alike and _bytes_of(call) <= self._limit
 
     def add(self, call: AttentionCall, tokens: CallTokens) -> None:
-        """Copy a call's queries and keys; they wait for the end of the pass."""
+        """Copy what is kept of a call."""
         # Not memory of inference mode, which can be used nowhere else.
         with torch.inference_mode(False), torch.no_grad():
             query, key = (torch.empty_like(part).copy_(part) for part in (call.query, call.key))
-        empty = {
-            "value": key.new_empty(*key.shape[:3], 0),
-            "output": query.new_empty(query.shape[0], query.shape[2], query.shape[1], 0),
-        }
-        waiting = _Waiting(replace(call, query=query, key=key, **empty), tokens)
-        self._under_way[_kind_of(call, tokens)].append(waiting)
+            kept = replace(
+                call,
+                query=query,
+                key=key,
+                value=key.new_empty(*key.shape[:3], 0),
+                output=query.new_empty(query.shape[0], query.shape[2], query.shape[1], 0),
+                log_weight=self._copy(call.log_weight),
+            )
+        self._calls[_kind_of(kept, tokens)].append(_Waiting(kept, tokens))
+        self._bytes += _bytes_of(kept)
 
-    def end_pass(self) -> bool:
-        """The pass has ended; returns whether the calls that wait are to be read now."""
-        for kind, calls in self._under_way.items():
-            self._ended[kind] += calls
-            self._bytes += sum(_bytes_of(each.call) for each in calls)
-        self._under_way.clear()
-        if not self._bytes:
-            return False
-        device = next(iter(self._ended.values()))[0].call.query.device
-        return self._bytes > _memory_of(device) // SHARE
+    def _copy(self, mask: Tensor | None) -> Tensor | None:
+        """A mask's copy: one for all layers that are given the mask, as long as nobody changes it."""
+        if mask is None:
+            return None
+        version = 0 if mask.is_inference() else mask._version
+        known = self._copies.get(id(mask))
+        if known is not None and known[1] == version and not mask.is_inference():
+            return known[2]
+        copy = torch.empty_like(mask).copy_(mask)
+        self._bytes += copy.nbytes
+        self._copies[id(mask)] = (mask, version, copy)  # the mask itself, so that its number is given to no other
+        return copy
 
-    def drop_pass(self) -> None:
-        """Forget the calls of a pass that came to no end."""
-        self._under_way.clear()
+    def is_full(self) -> bool:
+        """Whether what waits is to be read now."""
+        return self._bytes > self._limit
+
+    def end_pass(self) -> None:
+        """The pass has ended: of its masks the copies alone are held."""
+        self._copies.clear()
 
     def take(self) -> Iterator[JoinedCalls]:
-        """The calls of the passes that have ended, joined; they wait no longer."""
-        ended = list(self._ended.values())
-        self._ended.clear()
+        """The calls, joined; they wait no longer."""
+        kinds = list(self._calls.values())
+        self._calls.clear()
+        self._copies.clear()
         self._bytes = 0
-        ended.reverse()
-        while ended:  # none is held here once it is joined
+        kinds.reverse()
+        while kinds:  # none is held here once it is joined
             by_site: dict[int, list[_Waiting]] = defaultdict(list)
-            for each in ended.pop():
+            for each in kinds.pop():
                 by_site[each.tokens.info.index].append(each)
             # Sites that were called in the same batches: all of them, unless the model takes other ways.
             by_batches: dict[tuple[Any, ...], list[list[_Waiting]]] = defaultdict(list)
@@ -187,8 +196,8 @@ def _log_weight_of(batches: Sequence[AttentionCall]) -> Tensor | None:
 
 
 def _bytes_of(call: AttentionCall) -> int:
-    weight = 0 if call.log_weight is None else call.log_weight.nbytes
-    return call.query.nbytes + call.key.nbytes + weight
+    """Of its queries and keys."""
+    return call.query.nbytes + call.key.nbytes
 
 
 def _batch_of(waiting: _Waiting) -> tuple[Any, ...]:
@@ -208,6 +217,9 @@ def _kind_of(call: AttentionCall, tokens: CallTokens) -> tuple[Any, ...]:
     return info.kind, info.in_decoder, info.itself, *parts, *known, *options
 
 
-def _memory_of(device: torch.device) -> int:
-    """Bytes that the device has."""
-    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 2**33
+def _memory_left(device: torch.device) -> int:
+    """Bytes that the device has left, those among them that PyTorch holds and does not use."""
+    if device.type != "cuda":
+        return 2**33
+    free, _ = torch.cuda.mem_get_info(device)
+    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)

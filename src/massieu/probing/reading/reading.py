@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from massieu.errors import InputError
+from massieu.foundation.transforms import without_autocast
 from massieu.probing.capture.attention_call import AttentionCall, AttentionSite
 from massieu.probing.capture.capture import Capture
 from massieu.probing.capture.functions_called import FunctionsCalled
@@ -26,9 +27,10 @@ from massieu.probing.capture.tokens import BatchTokens, Tokens, drawn_for
 from massieu.probing.checks.nonfinite import FirstTrouble, LaterFinite, at_real, finite_sum, in_batch, in_call, kind_of
 from massieu.probing.data.token_names import AUDIO, frames_of
 from massieu.probing.model.forward import decoder_given, output_tensor, run
-from massieu.probing.model.model_inputs import model_inputs
+from massieu.probing.model.model_inputs import copied_from_callers, model_inputs
 from massieu.probing.model.packed import dense_inside
 from massieu.probing.model.unexpected import OwnFunctionError, calling_own
+from massieu.probing.reading import joined_calls
 from massieu.probing.reading.joined_calls import WaitingCalls
 from massieu.probing.reading.options import Options
 from massieu.probing.reading.pooled import PooledLengths
@@ -62,8 +64,8 @@ _ITEMS_FIRST = BatchLayout()
 _CLOUD, _REPLAY, _QUERIES = range(3)
 _OF_THE_STREAM = frozenset({Event.STEPS, Event.WEIGHTS, Event.WINDOWS})
 """Events for which a group has to know the steps of the stream."""
-MOST_WAYS = 8
-"""So many passes may go another way through a model's code than those before, each of which costs a second pass."""
+MOST_MISSES = 3
+"""So many passes in a row may go another way through a model's code than those before; each costs a second pass."""
 _DIFFERENT_STREAMS = "the query and the key side read different streams"
 
 
@@ -80,21 +82,26 @@ class RowNumbers:
     sampled: Mapping[int, int]
 
 
-@dataclass(frozen=True)
+@dataclass
 class KnownWays:
     """Ways through the code of a model that attends by transformers' interface alone, of which a pass was followed.
 
     Attributes:
         codes: of the functions that were called; see `FunctionsCalled`.
-        tried: how often a pass went another way.
+        misses: how many passes in a row went another way.
     """
 
     codes: set[int] = field(default_factory=set)
-    tried: int = 0
+    misses: int = 0
 
-    def tried_again(self) -> "KnownWays | None":
-        """The same with one try more; None where each batch seems to go a way of its own, so that all are followed."""
-        return None if self.tried == MOST_WAYS else replace(self, tried=self.tried + 1)
+    def are_usable(self) -> bool:
+        """Whether the next pass may go a known way. Where each batch goes a way of its own, all are followed."""
+        return bool(self.codes) and self.misses < MOST_MISSES
+
+    def has(self, code: int) -> bool:
+        """Whether a pass that was not followed went a known way."""
+        self.misses = 0 if code in self.codes else self.misses + 1
+        return code in self.codes
 
 
 class Reading(RunningParts):
@@ -173,7 +180,8 @@ class Reading(RunningParts):
         self._numbers: RowNumbers | None = None
         self._sampled: list[SampledWindow] = []
         self._waiting = WaitingCalls()
-        by_interface = all(info.route == "interface" for info in sites) and not refused
+        # Calls of a module that is called several times are numbered by all of them.
+        by_interface = all(info.route == "interface" and not info.site.ordinal for info in sites) and not refused
         self._known = (known or KnownWays()) if by_interface else None
         self._read_sites: set[AttentionSite] = set()  # in the pass under way
         self._other_routes = False  # some attention of that pass was not read by the interface
@@ -218,6 +226,8 @@ class Reading(RunningParts):
         self._windows = windows
         self._numbers = numbers
         prepared = model_inputs(self.model, inputs)
+        if any(isinstance(value, Tensor) and value.device.type in joined_calls.DEVICES for value in prepared.values()):
+            prepared = copied_from_callers(prepared, inputs)
         # The decoder's tokens were made of the text's where the batch gives none of its own.
         follows = decoder_given(prepared) and not decoder_given(inputs)
         audio = frames_of(self.model, prepared) if AUDIO & prepared.keys() else None
@@ -227,7 +237,6 @@ class Reading(RunningParts):
         self._chosen.clear()
         self._sampled = [self._window(row, prepared, alone) for row in sampled]
         self.broken = False
-        self._waiting.drop_pass()
         self._sums.clear()
         # Groups measure inside the forward pass; their seconds are subtracted from those of the pass.
         before = sum(self.seconds.values())
@@ -236,8 +245,7 @@ class Reading(RunningParts):
                 self._pooled.look_ahead(self._tokens)
             with torch.no_grad():
                 output = output_tensor(self.model, self._run(prepared))
-                if self._waiting.end_pass():
-                    self._read_waiting()
+                self._waiting.end_pass()
             self.untold.update(self._tokens.untold())
             self._look_for_trouble(output)
             for group in self.groups.values():
@@ -254,15 +262,14 @@ class Reading(RunningParts):
         self._read_sites.clear()
         self._other_routes = False
         follows_steps = self._follows_steps()
-        if self._known is None or not self._known.codes or follows_steps:
+        if self._known is None or follows_steps or not self._known.are_usable():
             return self._followed(prepared, self._on_attention, follows_steps)
         with capturing_interface(self.model, self._on_attention) as (capture, called):
             output = run(self.model, prepared)
         self.unexplained |= capture.unexplained
-        if called.code not in self._known.codes:
+        if not self._known.has(called.code):
             # Another way through the model's code: it may attend by other means there.
             self._followed(prepared, self._read_if_unread, follows_steps=False)
-            self._known = self._known.tried_again()
         return output
 
     def _followed(
@@ -280,6 +287,7 @@ class Reading(RunningParts):
         return output
 
     def _read_if_unread(self, call: AttentionCall) -> None:
+        self._other_routes |= call.route != "interface"
         if call.site not in self._read_sites:
             self._on_attention(call)
 
@@ -355,41 +363,28 @@ class Reading(RunningParts):
         Of calls that wait to be read together it is asked later, so that no batch waits for the one before.
         """
         self._check_ended()
+        if self._trouble.trouble is not None:
+            self._sums.clear()
+            return
         inputs = self._tokens.inputs
         real = self._tokens.mask(decoder=decoder_given(inputs))
         if real is not None and self.sites[-1].tokens_first:
             real = real.mT
-        ended = _EndedPass(inputs, real, output, self._tokens, self._windows, self._rows, self.broken)
+        ended = _EndedPass(inputs, real, self._tokens, self._windows, self._rows, self.broken)
         if self._sums:
             of_output = [finite_sum(output)] if output.is_floating_point() else []
             self._ended = replace(ended, finite=LaterFinite([*self._sums, *of_output]))
             self._sums.clear()
         else:
-            self._find_trouble(ended)
+            self._find_trouble(ended, output)
 
     def _check_ended(self) -> None:
-        """Look at the pass that ended last."""
+        """Look at the pass that ended last; where something is not finite, by another pass over the batch."""
         ended = self._ended
         self._ended = None
-        if ended is not None and not (ended.finite and not ended.broken):
-            broken = ended.broken or self._is_broken_in_a_call(ended)
-            self._find_trouble(replace(ended, broken=broken))
-
-    def _find_trouble(self, ended: "_EndedPass") -> None:
-        if self._trouble.trouble is not None:
+        if ended is None or (ended.finite and not ended.broken):
             return
-        # Padding may be infinite without harm: the output is looked at again at real tokens alone.
-        if ended.broken or (kind_of(ended.output) and kind_of(at_real(ended.output, ended.real))):
-            first = ended.windows[0]
-            windows = f"window {first}" if ended.rows == 1 else f"windows {first} to {first + ended.rows - 1}"
-            trouble = in_batch(self.model, ended.inputs, ended.real, windows)
-            if trouble is None:
-                trouble = Trouble(f"the model's numbers break down in {windows}", "NaN", "attention")
-            self._trouble = FirstTrouble(trouble, first)
-
-    def _is_broken_in_a_call(self, ended: "_EndedPass") -> bool:
-        """Whether an attention call of another pass over the batch has numbers at real tokens that are not finite."""
-        broken: list[bool] = []
+        broken = [ended.broken]
 
         def look(call: AttentionCall) -> None:
             info = self.by_site.get(call.site)
@@ -398,8 +393,18 @@ class Reading(RunningParts):
                 broken.append(in_call(call, queries.real, keys.real))
 
         with torch.no_grad(), capturing(self.model, look):
-            run(self.model, ended.inputs)
-        return any(broken)
+            output = output_tensor(self.model, run(self.model, ended.inputs))
+        self._find_trouble(replace(ended, broken=any(broken)), output)
+
+    def _find_trouble(self, ended: "_EndedPass", output: Tensor) -> None:
+        # Padding may be infinite without harm: the output is looked at again at real tokens alone.
+        if ended.broken or (kind_of(output) and kind_of(at_real(output, ended.real))):
+            first = ended.windows[0]
+            windows = f"window {first}" if ended.rows == 1 else f"windows {first} to {first + ended.rows - 1}"
+            trouble = in_batch(self.model, ended.inputs, ended.real, windows)
+            if trouble is None:
+                trouble = Trouble(f"the model's numbers break down in {windows}", "NaN", "attention")
+            self._trouble = FirstTrouble(trouble, first)
 
     @property
     def trouble(self) -> Trouble | None:
@@ -527,29 +532,33 @@ class Reading(RunningParts):
         if self.tracer is not None:
             self.tracer.attention(call)
         queries, keys = _tokens_of(self._tokens, call, info)
-        joined = self._are_joined and self._waiting.can_take(call, self._rows)
+        numbers = None if self._numbers is None else self._numbers.rows
+        tokens = CallTokens(info, queries, keys, self._rows, numbers, self._windows, self._sampled, self._random)
+        joined = self._are_joined and self._waiting.can_take(call, tokens)
         if joined:
             self._sums += [finite_sum(part) for part in (call.query, call.key, call.value, call.output)]
         else:
             self.broken = self.broken or in_call(call, queries.real, keys.real)
         if info.index == 0:
             self._read_later = self._read_later + queries.real.sum()
-        numbers = None if self._numbers is None else self._numbers.rows
-        tokens = CallTokens(info, queries, keys, self._rows, numbers, self._windows, self._sampled, self._random)
         for group in self._wanting(Event.CALLS):
             self._deliver(group, group.on_call, call, tokens)
         if joined:
             self._waiting.add(call, tokens)
+            if self._waiting.is_full():
+                self._read_waiting()
         else:
             self._read_queries(call, tokens)
 
     @property
     def _are_joined(self) -> bool:
         """Whether calls that are alike are read as one: all queries of theirs, by the package's own functions alone."""
+        groups = self._wanting(Event.QUERIES)
         return (
             self.options.query_sample is None
             and self._numbers is not None
-            and all(group.takes_joined for group in self._wanting(Event.QUERIES))
+            and bool(groups)
+            and all(group.takes_joined for group in groups)
             and not any(function.own or function.control for function in self._functions.values())
         )
 
@@ -561,8 +570,9 @@ class Reading(RunningParts):
 
     def _read_waiting(self) -> None:
         """Read the calls that wait, each kind of them as one call."""
-        with torch.no_grad():
-            for joined in self._waiting.take():
+        for joined in self._waiting.take():
+            # None of them was computed under autocast.
+            with torch.no_grad(), without_autocast(joined.call.query.device):
                 self._read_queries(joined.call, joined.tokens, joined.sites)
 
     def _read_queries(self, call: AttentionCall, tokens: CallTokens, joined: tuple[SiteInfo, ...] = ()) -> None:
@@ -663,14 +673,13 @@ class _EndedPass:
     """A forward pass, to find where its numbers break down if they do.
 
     Attributes:
-        real: which tokens of the output are no padding.
+        real: which tokens of its output are no padding.
         broken: numbers of a call were not finite.
         finite: whether all numbers of calls that were joined are; None where there is no such call.
     """
 
     inputs: dict[str, Any]
     real: Tensor | None
-    output: Tensor
     tokens: BatchTokens
     windows: Sequence[int]
     rows: int

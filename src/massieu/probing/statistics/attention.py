@@ -247,11 +247,11 @@ class AttentionGroup(Group):
 
     def begin(self, model: ModelReading) -> None:
         """A running result for each site."""
+        self._joined = JoinedSums()
         super().begin(model)
         functions = model.query_functions
         self._names = names_with_controls(functions)
         self.sites = [self._statistics_of(info.heads) for info in model.sites]
-        self._joined = JoinedSums()
         self.extremes = [] if model.is_draw else [Extremes(info.heads) for info in model.sites]
         of_scores = sorted(name for name, function in functions.items() if function.needs_scores)
         for info in model.sites:
