@@ -148,9 +148,9 @@ def test_no_draw_keeps_weights_for_the_next(monkeypatch):
 
 @pytest.mark.slow
 def test_controls_that_a_draw_leaves_out_change_none_of_its_numbers(whole, monkeypatch):
-    def with_controls(*arguments: Any, is_draw: bool) -> Any:
+    def with_controls(*arguments: Any, is_draw: bool, **others: Any) -> Any:
         assert is_draw
-        return Reading(*arguments)
+        return Reading(*arguments, **others)
 
     monkeypatch.setattr(control, "Reading", with_controls)
     complete = massieu.probe(gpt2(), batches(6, 4), statistics=STATISTICS, draws=8)
