@@ -26,7 +26,8 @@ class FunctionsCalled(FunctionMode):
     """Listens to a forward pass of the model that a capture reads.
 
     Attributes:
-        code: one number for all functions that were called and their order, those of attention that was read left out.
+        code: one number for all functions that were called, the classes of their arguments, and their order. Those of
+            attention that was read are left out.
     """
 
     def __init__(self, capture: Capture) -> None:
@@ -36,7 +37,6 @@ class FunctionsCalled(FunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not self.capture.claimed:
-            self.code = hash(
-                (self.code, func, *map(type, args))
-            )  # a product with a weight is no product of activations
+            # The classes too: a product with a weight is no product of activations.
+            self.code = hash((self.code, func, *map(type, args)))
         return func(*args, **(kwargs or {}))

@@ -247,7 +247,9 @@ class AttentionGroup(Group):
 
     def begin(self, model: ModelReading) -> None:
         """A running result for each site."""
+        # First of all, so that there is a state wherever this ends.
         self._joined = JoinedSums()
+        self.sites: list[AttentionStatistics] = []
         super().begin(model)
         functions = model.query_functions
         self._names = names_with_controls(functions)
