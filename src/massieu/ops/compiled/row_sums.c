@@ -5,6 +5,9 @@
 
 #include <stdint.h>
 #include <string.h>
+#if defined(__SSE2__)
+#include <immintrin.h>
+#endif
 
 /* As many numbers as a register holds. Each lane has a sum of its own. The lanes are added after each block of keys, and the
    blocks in double precision, so that the sums of long rows lose no digits. */
@@ -16,13 +19,14 @@ enum { LANES = 8 };
 enum { LANES = 4 };
 #endif
 
-enum { BLOCK = 1024 }; /* a multiple of LANES */
+enum { BLOCK = 1024 }; /* a multiple of 2·LANES */
 
 typedef float numbers __attribute__((vector_size(4 * LANES)));
 typedef int32_t integers __attribute__((vector_size(4 * LANES))); /* of a comparison: −1 where it holds, else 0 */
+typedef float quad __attribute__((vector_size(16)));
 
 /* What a call asks for; the same numbers stand in row_sums.py. */
-enum { EXPONENTIALS = 1, SPREAD = 2, WEIGHTS = 4, MASKED = 8 };
+enum { EXPONENTIALS = 1, SPREAD = 2, WEIGHTS = 4, MASKED = 8, POSITION = 16 };
 /* Exponentials come with the spread, which costs little beside them, so that there are few cases to compile. */
 
 /* The lowest number whose exp is still normal. A weight below it counts as this smallest weight. */
@@ -35,68 +39,108 @@ enum { EXPONENTIALS = 1, SPREAD = 2, WEIGHTS = 4, MASKED = 8 };
 
 INLINE numbers all(float value) { return value - (numbers){0}; }
 
-INLINE numbers kept(integers where, numbers value) { return (numbers)(where & (integers)value); }
+/* What has several spellings: vectors of C have no maximum, and comparisons of AVX-512 are no vectors. */
 
-INLINE numbers chosen(integers where, numbers yes, numbers no) {
-  return (numbers)((where & (integers)yes) | (~where & (integers)no));
+/* The larger number in each lane; the other where one is not a number. */
+INLINE numbers larger(numbers one, numbers other) {
+#if defined(__AVX512F__)
+  return (numbers)_mm512_max_ps((__m512)one, (__m512)other);
+#elif defined(__AVX__)
+  return (numbers)_mm256_max_ps((__m256)one, (__m256)other);
+#elif defined(__SSE2__)
+  return (numbers)_mm_max_ps((__m128)one, (__m128)other);
+#else
+  integers where = one > other;
+  return (numbers)((where & (integers)one) | (~where & (integers)other));
+#endif
 }
 
-INLINE integers lane_numbers(void) {
-  integers result = {0};
-  for (int lane = 0; lane < LANES; lane++) result[lane] = lane;
-  return result;
+/* one·other + third, rounded once where the processor can. It is spelled out, so that a sum is the same number whatever else is
+   asked for: a compiler would choose place by place. */
+INLINE numbers fused(numbers one, numbers other, numbers third) {
+#if defined(__AVX512F__)
+  return (numbers)_mm512_fmadd_ps((__m512)one, (__m512)other, (__m512)third);
+#elif defined(__FMA__)
+  return (numbers)_mm256_fmadd_ps((__m256)one, (__m256)other, (__m256)third);
+#else
+  return one * other + third;
+#endif
+}
+
+/* A value where the pair of this score is not hidden, else 0. */
+INLINE numbers if_visible(numbers score, numbers value) {
+#if defined(__AVX512F__)
+  return (numbers)_mm512_maskz_mov_ps(_mm512_cmp_ps_mask((__m512)score, (__m512)all(HIDDEN), _CMP_NEQ_UQ), (__m512)value);
+#else
+  return (numbers)((score != HIDDEN) & (integers)value);
+#endif
+}
+
+/* Whether a score equals this one. */
+INLINE int has(numbers scores, float score) {
+#if defined(__AVX512F__)
+  return _mm512_cmp_ps_mask((__m512)scores, (__m512)all(score), _CMP_EQ_OQ) != 0;
+#elif defined(__AVX__)
+  return _mm256_movemask_ps((__m256)(scores == score)) != 0;
+#elif defined(__SSE2__)
+  return _mm_movemask_ps((__m128)(scores == score)) != 0;
+#else
+  for (int lane = 0; lane < LANES; lane++)
+    if (scores[lane] == score) return 1;
+  return 0;
+#endif
 }
 
 INLINE int64_t smaller(int64_t one, int64_t other) { return one < other ? one : other; }
 
 /* The sum of the lanes, which begin again at 0. */
 INLINE float taken(numbers *lanes) {
-  float sum[LANES];
-  memcpy(sum, lanes, sizeof sum);
-  for (int width = LANES / 2; width > 0; width /= 2)
-    for (int lane = 0; lane < width; lane++) sum[lane] += sum[lane + width];
+  quad parts[LANES / 4];
+  memcpy(parts, lanes, sizeof parts);
+  for (int part = 1; part < LANES / 4; part++) parts[0] += parts[part];
   *lanes = (numbers){0};
-  return sum[0];
+  return (parts[0][0] + parts[0][2]) + (parts[0][1] + parts[0][3]);
+}
+
+/* The largest of the lanes, none of which is NaN. */
+INLINE float largest(numbers lanes) {
+  float each[LANES];
+  memcpy(each, &lanes, sizeof each);
+  for (int width = LANES / 2; width > 0; width /= 2)
+    for (int lane = 0; lane < width; lane++)
+      if (each[lane + width] > each[lane]) each[lane] = each[lane + width];
+  return each[0];
 }
 
 /* exp of numbers in [LOWEST, 0], with an error of at most two units in the last place: 2^n·exp(rest), where |rest| ≤ log(2)/2
-   and exp(rest) is a polynomial of degree 7. NaN stays NaN. */
+   and exp(rest) is a polynomial of degree 7. Its pairs of terms do not wait for each other. NaN stays NaN. */
 INLINE numbers exponential(numbers x) {
   /* 1.5·2²³: a sum with it is rounded to a whole number, which then stands in its low bits. */
   const numbers shift = all(12582912.0f);
-  numbers shifted = x * 1.44269504088896341f + shift;
+  numbers shifted = fused(x, all(1.44269504088896341f), shift);
   numbers n = shifted - shift;
   /* log(2) in two parts, of which the first has few digits: n times it is exact. */
-  numbers rest = x - n * 0.693359375f;
-  rest = rest + n * 2.12194440e-4f;
-  numbers sum = all(1.0f / 5040.0f);
-  sum = sum * rest + 1.0f / 720.0f;
-  sum = sum * rest + 1.0f / 120.0f;
-  sum = sum * rest + 1.0f / 24.0f;
-  sum = sum * rest + 1.0f / 6.0f;
-  sum = sum * rest + 0.5f;
-  sum = sum * (rest * rest) + rest + 1.0f;
+  numbers rest = fused(n, all(-0.693359375f), x);
+  rest = fused(n, all(2.12194440e-4f), rest);
+  numbers squared = rest * rest;
+  numbers sum = fused(rest, all(1.0f / 5040.0f), all(1.0f / 720.0f));
+  sum = fused(sum, squared, fused(rest, all(1.0f / 120.0f), all(1.0f / 24.0f)));
+  sum = fused(sum, squared, fused(rest, all(1.0f / 6.0f), all(0.5f)));
+  sum = fused(sum, squared, rest) + 1.0f;
   return (numbers)((integers)sum + ((integers)shifted << 23));
 }
 
-/* What the first reading of a row finds, in each lane. */
+/* What the first reading of a row finds, in each lane. A sum that is NaN tells of a score that may be. */
 typedef struct {
-  numbers top, sum;
-  integers places, count, unordered;
+  numbers top, sum, count;
 } First;
 
-INLINE void read_first(First *so_far, numbers score, integers places, integers visible, int masked) {
-  integers larger = score > so_far->top;
-  integers unordered = score != score;
+INLINE void read_first(First *so_far, numbers score, int masked) {
+  so_far->top = larger(score, so_far->top);
   if (masked) {
-    larger &= visible;
-    unordered &= visible;
-    score = kept(visible, score);
-    so_far->count -= visible;
+    so_far->count += if_visible(score, all(1.0f));
+    score = if_visible(score, score);
   }
-  so_far->top = chosen(larger, score, so_far->top);
-  so_far->places = (larger & places) | (~larger & so_far->places);
-  so_far->unordered |= unordered;
   so_far->sum += score;
 }
 
@@ -106,25 +150,42 @@ typedef struct {
 } Second;
 
 /* Add some keys. Returns their weights exp(score − top). */
-INLINE numbers read_second(Second *so_far, numbers score, float top, float mean, integers visible, int masked, int what) {
+INLINE numbers read_second(Second *so_far, numbers score, float top, float mean, int masked, int what) {
   numbers weight = {0};
   if (what & SPREAD) {
     numbers difference = score - mean;
-    if (masked) difference = kept(visible, difference);
-    so_far->spread += difference * difference;
+    if (masked) difference = if_visible(score, difference);
+    so_far->spread = fused(difference, difference, so_far->spread);
   }
   if (what & EXPONENTIALS) {
-    numbers x = score - top;
-    x = chosen(x < LOWEST, all(LOWEST), x);
+    numbers x = larger(all(LOWEST), score - top);
     weight = exponential(x);
-    if (masked) weight = kept(visible, weight);
+    if (masked) weight = if_visible(score, weight);
     numbers product = weight * x;
     so_far->total += weight;
-    so_far->square += weight * weight;
+    so_far->square = fused(weight, weight, so_far->square);
     so_far->first += product;
-    so_far->second += product * x;
+    so_far->second = fused(product, x, so_far->second);
   }
   return weight;
+}
+
+/* The first key with this score, which is one of them or none; some other number if none has it. */
+INLINE int64_t first_key_with(float top, const float *scores, int64_t keys) {
+  int64_t key = 0;
+  numbers score;
+  for (; key + LANES <= keys; key += LANES) {
+    memcpy(&score, scores + key, sizeof score);
+    if (has(score, top)) break;
+  }
+  while (key < keys && scores[key] != top) key++;
+  return key;
+}
+
+INLINE int some_nan(const float *scores, int64_t keys) {
+  for (int64_t key = 0; key < keys; key++)
+    if (scores[key] != scores[key]) return 1;
+  return 0;
 }
 
 /* Where the sums of a row go. */
@@ -135,45 +196,44 @@ typedef struct {
 
 /* One row. `masked` and `what` are constants where this is called, so that what is not asked for costs nothing. */
 INLINE void sum_row(const float *scores, float *weights, int64_t keys, int32_t first_key, float before, int what, int masked,
-                    int64_t row, const Results *into) {
-  const integers lanes = lane_numbers();
+                    int position, int64_t row, const Results *into) {
   const int64_t whole = keys - keys % LANES;
-  numbers score;
-  /* The keys after the last whole register. */
-  numbers last = {0};
+  numbers score, next;
+  /* The keys after the last whole register, as if pairs followed that are hidden. */
+  numbers last = all(HIDDEN);
   memcpy(&last, scores + whole, (keys - whole) * sizeof(float));
-  integers last_visible = lanes < (int32_t)(keys - whole);
-  if (masked) last_visible &= last != HIDDEN;
 
-  integers places = lanes + first_key;
-  First first = {.top = all(-__builtin_inff())};
+  /* Two at once, since each step waits for the one before. */
+  First even = {.top = all(HIDDEN)}, odd = even;
   double sum = 0;
-  for (int64_t start = 0; start < whole; start += BLOCK) {
-    for (int64_t key = start; key < smaller(whole, start + BLOCK); key += LANES) {
-      memcpy(&score, scores + key, sizeof score);
-      read_first(&first, score, places, score != HIDDEN, masked);
-      places += LANES;
-    }
-    sum += taken(&first.sum);
-  }
-  read_first(&first, last, places, last_visible, 1);
-  sum += taken(&first.sum);
-
-  float top = before;
   int64_t count = masked ? 0 : whole;
-  int unordered = 0;
-  for (int lane = 0; lane < LANES; lane++) {
-    count += first.count[lane];
-    unordered |= first.unordered[lane];
-    if (first.top[lane] > top) top = first.top[lane];
+  for (int64_t start = 0; start <= whole; start += BLOCK) {
+    const int64_t stop = smaller(whole, start + BLOCK);
+    int64_t key = start;
+    for (; key + 2 * LANES <= stop; key += 2 * LANES) {
+      memcpy(&score, scores + key, sizeof score);
+      memcpy(&next, scores + key + LANES, sizeof next);
+      read_first(&even, score, masked);
+      read_first(&odd, next, masked);
+    }
+    if (key < stop) {
+      memcpy(&score, scores + key, sizeof score);
+      read_first(&even, score, masked);
+    }
+    if (whole < start + BLOCK) read_first(&odd, last, 1);
+    even.sum += odd.sum;
+    odd.sum = (numbers){0};
+    sum += taken(&even.sum);
+    even.count += odd.count;
+    odd.count = (numbers){0};
+    count += taken(&even.count);
   }
-  int32_t position = INT32_MAX;
-  for (int lane = 0; lane < LANES; lane++)
-    if (first.top[lane] == top && first.places[lane] < position) position = first.places[lane];
-  if (unordered) top = __builtin_nanf("");
+  float top = largest(larger(even.top, odd.top));
+  if (before > top) top = before;
+  into->position[row] = position ? first_key + first_key_with(top, scores, keys) : 0;
+  if (sum != sum && some_nan(scores, keys)) top = __builtin_nanf("");
   float mean = sum / (count > 0 ? count : 1);
   into->top[row] = top;
-  into->position[row] = position;
   into->count[row] = count;
   into->mean[row] = mean;
   if (!(what & (EXPONENTIALS | SPREAD))) return;
@@ -183,11 +243,11 @@ INLINE void sum_row(const float *scores, float *weights, int64_t keys, int32_t f
   for (int64_t start = 0; start <= whole; start += BLOCK) {
     for (int64_t key = start; key < smaller(whole, start + BLOCK); key += LANES) {
       memcpy(&score, scores + key, sizeof score);
-      numbers weight = read_second(&second, score, top, mean, score != HIDDEN, masked, what);
+      numbers weight = read_second(&second, score, top, mean, masked, what);
       if (what & WEIGHTS) memcpy(weights + key, &weight, sizeof weight);
     }
     if (whole < start + BLOCK) {
-      numbers weight = read_second(&second, last, top, mean, last_visible, 1, what);
+      numbers weight = read_second(&second, last, top, mean, 1, what);
       if (what & WEIGHTS) memcpy(weights + whole, &weight, (keys - whole) * sizeof(float));
     }
     spread += taken(&second.spread);
@@ -210,7 +270,7 @@ INLINE void sum_row(const float *scores, float *weights, int64_t keys, int32_t f
    ranges: two numbers for each of `period` queries, after which they repeat: the first key that the query sees, and the one
      after the last; NULL where each sees all keys.
    sums: where the sum number s of row r goes, at sums[s·stride + r], in the order of `Results`.
-   positions: the first key with the largest score, where that is a key of this tile.
+   positions: with POSITION, the first key with the largest score, where that is a key of this tile.
    With MASKED a score of −∞ is that of a hidden pair. */
 typedef struct {
   float *scores;
@@ -252,9 +312,10 @@ static void sum_rows(const Call *call, int64_t start, int64_t stop) {
     }
 #define CASE(wanted) \
   case wanted: \
-    sum_row(seen, seen, count, first, so_far, (wanted) & ~MASKED, (wanted) & MASKED, row, &into); \
+    sum_row(seen, seen, count, first, so_far, (wanted) & ~MASKED, (wanted) & MASKED, \
+            call->what & POSITION, row, &into); \
     break;
-    switch (call->what) {
+    switch (call->what & ~POSITION) {
       CASE(0)
       CASE(SPREAD)
       CASE(EXPONENTIALS | SPREAD)

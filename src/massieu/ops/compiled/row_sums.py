@@ -14,7 +14,7 @@ from massieu.ops.compiled.library import library
 SUMS = ("top", "count", "mean", "spread", "total", "square", "first", "second")
 """The sums in the order in which the code writes them."""
 # What a call asks for; the same numbers stand in row_sums.c.
-EXPONENTIALS, SPREAD, WEIGHTS, MASKED = 1, 2, 4, 8
+EXPONENTIALS, SPREAD, WEIGHTS, MASKED, POSITION = 1, 2, 4, 8, 16
 WITH_EXPONENTIALS = {"total", "square", "first", "second"}
 LEAST_ROWS = 32
 """Rows for which another thread is worth its start."""
@@ -68,6 +68,7 @@ class RowSums:
         what |= SPREAD * (what > 0 or "spread" in names)
         what |= WEIGHTS * weights
         what |= MASKED * masked
+        what |= POSITION * ("position" in names)
         heads, length, keys = scores.shape
         rows = heads * length
         stride = self.position.numel()
@@ -131,7 +132,7 @@ def _wrong_sum() -> str | None:
     scores[..., ::2] = -torch.inf
     exact = _exact_sums(scores[..., 1::2].double())
     found_sums = RowSums.empty((1, rows), scores)
-    found_sums.write(scores, None, 0, None, True, set(SUMS), False)
+    found_sums.write(scores, None, 0, None, True, {"position", *SUMS}, False)
     for name, found in found_sums.sums.items():
         error = float((found - exact[name]).abs().max())
         # The sums are of at most a few hundred terms, which rounding to float32 changes by at most 2⁻²⁴ of their size.
