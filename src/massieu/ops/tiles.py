@@ -291,10 +291,15 @@ class Slab:
         most_keys = max(self.plan.keys, self.plan.capacity // (fewest_heads * rows))
         keys_per_tile = math.ceil(keys / math.ceil(keys / most_keys))
         heads_per_tile = max(fewest_heads, self.plan.capacity // (rows * keys_per_tile))
+        buffers = self.plan.buffers.unbind()
+        # Nearly all tiles have the same shape: their views are made once.
+        views: list[Tensor] = []
         for heads in slices(count, heads_per_tile):
             for part in slices(keys, keys_per_tile):
                 shape = (heads.stop - heads.start, rows, part.stop - part.start)
-                scores, *scratch = (buffer[: math.prod(shape)].view(shape) for buffer in self.plan.buffers)
+                if not views or views[0].shape != shape:
+                    views = [buffer[: math.prod(shape)].view(shape) for buffer in buffers]
+                scores, *scratch = views
                 # With beta = 0 the kernel ignores what the buffer holds, NaN too.
                 torch.baddbmm(scores, self.query[heads], self.key[heads, :, part], beta=0, alpha=factor, out=scores)
                 if softcap is not None:
