@@ -121,10 +121,10 @@ NOT_EMULATED := $(addprefix --ignore-glob=*/test_,sharded*.py flex.py *cuda*.py 
   odd_arguments.py arguments.py)
 emulated: $(PROCESSORS:%=emulated-%) ## ops and measures, as other processors compute them
 emulated-%: $(VENV)/installed packages
-	env $(EMULATED_$*) $(PYTEST) --dist loadfile --hypothesis-profile=check -m "not slow" \
+	env $(EMULATED_$*) $(PYTEST) --dist loadfile --hypothesis-profile=check -m "not medium and not slow" \
 	  $(NOT_EMULATED) tests/ops tests/measures
 
-# Every room; part of the release check.
+# Every room, and its longer tests; part of the release check.
 emulated-all: $(PROCESSORS:%=emulated-all-%)
 emulated-all-%: $(VENV)/installed packages
 	env $(EMULATED_$*) $(PYTEST) --dist loadfile -m "not slow"
