@@ -127,23 +127,31 @@ class Plan:
         for level in levels:
             dtype = torch.int64 if isinstance(level, int) else None
             results.append(query.new_full(query.shape[:4], level, dtype=dtype))
-        empty_values = list(levels)
-        if value is not None:
-            results.append(query.new_zeros(*query.shape[:4], value.shape[-1]))
-            empty_values.append(0.0)
+        product: Tensor | None = None
         for slab in self._slabs():
-            slab_results = list(work(slab))
-            if slab.product is not None:
-                slab_results.append(slab.product)
+            slab_results = work(slab)
             # Without `keep` every query of the slab sees all keys of it.
             sees_no_key = None if slab.seen.keep is None else slab.seen.count == 0
             if sees_no_key is not None and can_sync(query.device) and not bool(sees_no_key.any()):
                 sees_no_key = None
-            for result, numbers, empty_value in zip(results, slab_results, empty_values, strict=True):
+            for result, numbers, level in zip(results, slab_results, levels, strict=True):
                 part = slab.of(result)
                 part.copy_(numbers.view(part.shape))
                 if sees_no_key is not None:
-                    part.masked_fill_(sees_no_key if part.ndim == 4 else sees_no_key[..., None], empty_value)
+                    part.masked_fill_(sees_no_key, level)
+            if slab.product is None:
+                continue
+            of_slab = slab.product.view(*slab.shape, -1)
+            if sees_no_key is not None:
+                of_slab.masked_fill_(sees_no_key[..., None], 0.0)
+            if slab.shape == query.shape[:4]:
+                product = of_slab  # of all queries
+            else:
+                product = query.new_zeros(*query.shape[:4], of_slab.shape[-1]) if product is None else product
+                slab.of(product).copy_(of_slab)
+        if value is not None:
+            # Where no slab has a visible key, there is none.
+            results.append(query.new_zeros(*query.shape[:4], value.shape[-1]) if product is None else product)
         return tuple(results)
 
     def _slabs(self) -> Iterator["Slab"]:

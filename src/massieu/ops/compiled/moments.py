@@ -15,8 +15,12 @@ from massieu.ops.moment_blocks import Names, Sums
 from massieu.ops.shapes import AttentionProblem
 from massieu.ops.tiles import Plan, Slab, Tile
 
-PAIRS_PER_THREAD = 1 << 18
-"""Scores of a tile per thread: with the query and keys they fit a second-level cache."""
+ROWS = 512
+"""Queries of a tile per thread. A matrix product of fewer is slower, by more than a smaller tile gains."""
+KEYS = 2048
+"""Most keys of a tile."""
+FEWEST_PAIRS, MOST_PAIRS = 1 << 18, 1 << 19
+"""Scores of a tile per thread: at most two megabytes."""
 
 
 class CompiledMoments:
@@ -53,7 +57,8 @@ class CompiledMoments:
 
     def forward(self, problem: AttentionProblem, *others: Tensor) -> tuple[Tensor, ...]:
         """The moments ``(B, Hk, G, L)``, and the output where there are values."""
-        plan = Plan.of(problem, PAIRS_PER_THREAD, buffers=1, keys=moment_blocks.KEYS)
+        pairs_per_thread = min(MOST_PAIRS, max(FEWEST_PAIRS, ROWS * problem.key.shape[2]))
+        plan = Plan.of(problem, pairs_per_thread, buffers=1, keys=KEYS)
         return moment_blocks.run(plan, moment_blocks.MOMENTS, self._names, _sums)
 
 

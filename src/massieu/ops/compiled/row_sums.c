@@ -26,8 +26,8 @@ typedef int32_t integers __attribute__((vector_size(4 * LANES))); /* of a compar
 typedef float quad __attribute__((vector_size(16)));
 
 /* What a call asks for; the same numbers stand in row_sums.py. */
-enum { EXPONENTIALS = 1, SPREAD = 2, WEIGHTS = 4, MASKED = 8, POSITION = 16 };
-/* Exponentials come with the spread, which costs little beside them, so that there are few cases to compile. */
+enum { EXPONENTIALS = 1, SQUARES = 2, WEIGHTS = 4, MASKED = 8, POSITION = 16 };
+/* SQUARES: the spread and, with EXPONENTIALS, the sums of squares among these. */
 
 /* The lowest number whose exp is still normal. A weight below it counts as this smallest weight. */
 #define LOWEST (-87.0f)
@@ -152,7 +152,7 @@ typedef struct {
 /* Add some keys. Returns their weights exp(score − top). */
 INLINE numbers read_second(Second *so_far, numbers score, float top, float mean, int masked, int what) {
   numbers weight = {0};
-  if (what & SPREAD) {
+  if (what & SQUARES) {
     numbers difference = score - mean;
     if (masked) difference = if_visible(score, difference);
     so_far->spread = fused(difference, difference, so_far->spread);
@@ -163,9 +163,11 @@ INLINE numbers read_second(Second *so_far, numbers score, float top, float mean,
     if (masked) weight = if_visible(score, weight);
     numbers product = weight * x;
     so_far->total += weight;
-    so_far->square = fused(weight, weight, so_far->square);
     so_far->first += product;
-    so_far->second = fused(product, x, so_far->second);
+    if (what & SQUARES) {
+      so_far->square = fused(weight, weight, so_far->square);
+      so_far->second = fused(product, x, so_far->second);
+    }
   }
   return weight;
 }
@@ -236,7 +238,7 @@ INLINE void sum_row(const float *scores, float *weights, int64_t keys, int32_t f
   into->top[row] = top;
   into->count[row] = count;
   into->mean[row] = mean;
-  if (!(what & (EXPONENTIALS | SPREAD))) return;
+  if (!(what & (EXPONENTIALS | SQUARES))) return;
 
   Second second = {0};
   double spread = 0, total = 0, square = 0, of_first = 0, of_second = 0;
@@ -317,13 +319,17 @@ static void sum_rows(const Call *call, int64_t start, int64_t stop) {
     break;
     switch (call->what & ~POSITION) {
       CASE(0)
-      CASE(SPREAD)
-      CASE(EXPONENTIALS | SPREAD)
-      CASE(EXPONENTIALS | WEIGHTS | SPREAD)
+      CASE(SQUARES)
+      CASE(EXPONENTIALS)
+      CASE(EXPONENTIALS | SQUARES)
+      CASE(EXPONENTIALS | WEIGHTS)
+      CASE(EXPONENTIALS | SQUARES | WEIGHTS)
       CASE(MASKED)
-      CASE(MASKED | SPREAD)
-      CASE(MASKED | EXPONENTIALS | SPREAD)
-      CASE(MASKED | EXPONENTIALS | WEIGHTS | SPREAD)
+      CASE(MASKED | SQUARES)
+      CASE(MASKED | EXPONENTIALS)
+      CASE(MASKED | EXPONENTIALS | SQUARES)
+      CASE(MASKED | EXPONENTIALS | WEIGHTS)
+      CASE(MASKED | EXPONENTIALS | SQUARES | WEIGHTS)
     }
   }
 }

@@ -14,8 +14,9 @@ from massieu.ops.compiled.library import library
 SUMS = ("top", "count", "mean", "spread", "total", "square", "first", "second")
 """The sums in the order in which the code writes them."""
 # What a call asks for; the same numbers stand in row_sums.c.
-EXPONENTIALS, SPREAD, WEIGHTS, MASKED, POSITION = 1, 2, 4, 8, 16
+EXPONENTIALS, SQUARES, WEIGHTS, MASKED, POSITION = 1, 2, 4, 8, 16
 WITH_EXPONENTIALS = {"total", "square", "first", "second"}
+WITH_SQUARES = {"spread", "square", "second"}
 LEAST_ROWS = 32
 """Rows for which another thread is worth its start."""
 
@@ -65,7 +66,7 @@ class RowSums:
             weights: whether exp(score − top) takes the place of the scores.
         """
         what = EXPONENTIALS * (weights or not names.isdisjoint(WITH_EXPONENTIALS))
-        what |= SPREAD * (what > 0 or "spread" in names)
+        what |= SQUARES * (not names.isdisjoint(WITH_SQUARES))
         what |= WEIGHTS * weights
         what |= MASKED * masked
         what |= POSITION * ("position" in names)
