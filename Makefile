@@ -38,6 +38,7 @@ sample: $(VENV)/decoder ## the sample report of the documentation, docs/samples/
 	$(BIN)/python scripts/sample_page.py "$$($(BIN)/python -c '$(SMOLLM)')"
 
 # Hypothesis draws as many examples as the tier's profile says (tests/conftest.py).
+PROFILE ?= test
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS)
 # COVERAGE=1 make test: with a table of tests, processor time and coverage by room, and both as files.
 MEASURED_TESTS := massieu-results/tests
@@ -73,7 +74,7 @@ core: $(VENV)/installed
 
 test: $(VENV)/installed packages ## every test but the longer ones, in five minutes
 	@mkdir -p $(MEASURED_TESTS)
-	$(PYTEST) --dist loadfile --hypothesis-profile=test -m "not slow" $(COVERAGE_OPTIONS)
+	$(PYTEST) --dist loadfile --hypothesis-profile=$(PROFILE) -m "not slow" $(COVERAGE_OPTIONS)
 ifdef COVERAGE
 	$(BIN)/python scripts/test_table.py --times $(MEASURED_TESTS)/times.json --coverage $(MEASURED_TESTS)/coverage.json
 endif

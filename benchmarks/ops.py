@@ -197,23 +197,23 @@ def _eager_case(
 FUSED, FUSED_BACKWARD = "fused attention", "fused attention, forward and backward"
 EXPLICIT = "explicit attention, forward and backward"
 CASES = {
-    "attention and log Z, forward": Case(FUSED, 2048, _forward, 1.05, 1.1, 21, count=_count(2048, 2)),
+    "attention and log Z, forward": Case(FUSED, 2048, _forward, 1.05, 1.1, 61, count=_count(2048, 2)),
     f"attention and log Z, {CALLS} calls of 16 tokens, forward": Case(
         FUSED, 16, _small_calls, rounds=41, memory_rounds=0
     ),
     "attention and log Z, forward and backward": Case(
-        FUSED_BACKWARD, 2048, _forward_backward, 1.1, 1.2, 15, memory_rounds=5, count=_count(2048, 7, 2)
+        FUSED_BACKWARD, 2048, _forward_backward, 1.1, 1.2, 41, memory_rounds=5, count=_count(2048, 7, 2)
     ),
     "log Z alone, L = 4096, forward and backward": Case(
         "logsumexp(q @ k.mT)", 4096, _log_partition, 0.4, 0.1, 5, count=_count(4096, 4, 2)
     ),
     **{
         f"moments and output, L = {length}, compiled": _compiled_case(length, rounds, 1.7)
-        for length, rounds in ((512, 41), (2048, 15))
+        for length, rounds in ((512, 41), (2048, 61))
     },
     **{
         f"output, entropy and largest score, L = {length}, compiled": _compiled_case(length, rounds, 1.3, ENTROPY)
-        for length, rounds in ((512, 41), (2048, 15))
+        for length, rounds in ((512, 41), (2048, 61))
     },
     **{
         f"moments and output, L = {length}, blocks": _eager_case(length, rounds, PASSES_EAGER, EAGER)
@@ -229,7 +229,7 @@ CASES = {
         f"attention received, causal, L = {length}": Case(
             "fused attention, causal", length, _received, 2.5, rounds=rounds, memory_rounds=0, count=_count(length, 2)
         )
-        for length, rounds in ((512, 41), (2048, 15))
+        for length, rounds in ((512, 41), (2048, 41))
     },
     "attention and log Z beside FlexAttention, forward": Case(
         "FlexAttention, compiled (output only)",

@@ -62,7 +62,7 @@ it. Each section names the command that repeats its measurements. `make bench` r
 
 * **Time** is the CPU time of one thread, in float32 unless stated otherwise. In each row massieu and the reference take
   turns in one run. The ratio is the median time of massieu divided by the median time of the reference. Its
-  95 % interval comes from resampling the rounds: three if the work takes many seconds, up to 41 if it takes milliseconds.
+  95 % interval comes from resampling the rounds: three if the work takes many seconds, up to 61 if it takes milliseconds.
 * **Memory** is the growth of a fresh process's resident memory while it does the work once. Inputs are not included.
 * **A bar** is an upper limit on a ratio, set for each row. It is met if the upper end of the interval, not only the
   median, is at or below it, in time and in memory.

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 SCRIPT = Path(__file__).parent.parent / "scripts" / "fuzz_calls.py"
-CALLS = 600
+CALLS = 400
 
 
 @pytest.mark.slow

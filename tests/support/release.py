@@ -41,8 +41,13 @@ FORMS: dict[str, tuple[str, ...]] = {
     "tests/nn/test_tap.py::test_compiled": (),
     "tests/test_duality.py::TestCompile::test_transforms_inside": (),
     "tests/ops/test_transforms.py::test_compiled_for_any_length": ("all",),
+    "tests/ops/test_documents.py::test_compiled": ("long and short keys",),
+    "tests/ops/test_flex.py::test_it_is_proved_and_taken": ("keys-float32-eager",),
+    "tests/nn/test_activation.py::test_compiled_is_eager": (),
     "tests/ops/test_window.py::test_compiled_with_any_length": ("auto-lengths0",),
     "tests/solve/test_compiled.py::test_compiled_once_for_all_sizes": (),
+    "tests/solve/test_compiled.py::test_compiled_inside_transforms": ("hessian",),
+    "tests/solve/test_compiled.py::test_other_dampings_compile_in_one_process": (),
     "tests/solve/test_compiled.py::test_compiled_without_a_compiler": ("Newton", "Anderson", "dense"),
     "tests/solve/test_linear_solve.py::test_compiled_inside_transforms_and_unsolved": (),
     "tests/solve/test_nestings.py::test_triples": (),
@@ -52,6 +57,10 @@ FORMS: dict[str, tuple[str, ...]] = {
     ),
     "tests/papers/experiments/test_arms.py::test_two_processes_train_one_model": (),
     "tests/probing/monitor/test_processes.py::test_compiled_training_of_two_processes_is_watched_and_clipped": (),
+    # The largest of several orders.
+    "tests/ops/test_bessel.py::test_value_two_derivatives_and_entropy": ("4096",),
+    # Another checker of types than CI's own.
+    "tests/test_typing_samples.py::test_samples_pass": ("mypy",),
     # Many draws: false findings are counted on sums of random heads, and of findings and alarms, in each run of CI.
     "tests/probing/session/test_draws.py::test_few_random_models_are_announced": (),
     "tests/probing/statistics/test_group_errors.py::test_two_halves_of_a_text_are_told_apart_in_few_places": (),

@@ -158,7 +158,7 @@ def test_no_edit_of_an_entry_ends_a_page_in_a_traceback(stored):
 
 @pytest.mark.slow
 def test_no_edit_of_many_ends_in_a_traceback(stored):
-    edits = random.Random(2).sample(_all_edits(stored), 150)
+    edits = random.Random(2).sample(_all_edits(stored), 100)
     assert 0 < _try_edits(stored, edits, _use) < len(edits)
 
 
