@@ -91,7 +91,16 @@ def test_an_interval_holds_its_ratio():
     noise = np.random.default_rng(0).lognormal(0, 0.1, size=(15, 2))
     found = harness.paired(noise)
     assert found.interval[0] < found.ratio < found.interval[1]
-    assert found.ratio == np.median(noise[:, 1]) / np.median(noise[:, 0])
+    assert found.ratio == np.median(noise[:, 1] / noise[:, 0])
+
+
+def test_a_machine_that_is_slow_in_some_rounds_changes_no_ratio():
+    """With slow rounds around the middle, one side's median is that of a slow round and the other's that of a quick one."""
+    slow = np.where(np.arange(15) % 2, 3.0, 1.0)
+    noise = np.random.default_rng(0).lognormal(0, 0.02, size=(15, 2))
+    found = harness.paired(slow[:, None] * noise * [1.0, 1.2])
+    assert found.ratio == pytest.approx(1.2, rel=0.03)
+    assert found.interval[1] < 1.26
 
 
 def test_a_count_is_time_one_after_the_other():
