@@ -62,8 +62,8 @@ it. Each section names the command that repeats its measurements. `make bench` r
 
 * **Time** is the CPU time of one thread, in float32 unless stated otherwise. In each row massieu and the reference take
   turns in one run. The ratio is the median of the rounds' ratios, since both sides of a round share what slows a machine for
-  a while. On CUDA it is the ratio of the medians. Its 95 % interval comes from resampling the rounds: one or three if the
-  work takes many seconds, up to 61 if it takes milliseconds.
+  a while. Its 95 % interval comes from resampling the rounds: one or three if the work takes many seconds, up to 61 if it
+  takes milliseconds.
 * **Memory** is the growth of a fresh process's resident memory while it does the work once. Inputs are not included.
 * **A bar** is an upper limit on a ratio, set for each row. It is met if the upper end of the interval, not only the
   median, is at or below it, in time and in memory.

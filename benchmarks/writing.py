@@ -40,8 +40,12 @@ def exponent(fit: Json) -> str:
     return f"{fit['exponent']:.2f} [{low:.2f}, {high:.2f}]"
 
 
+RATIOS_OF_ROUNDS_SINCE = "2026-11-27T21:50"
+"""Results from before have ratios of medians."""
+
+
 def origin(name: str, content: Json) -> str:
-    """Which command measured a result file, when and where."""
+    """Which command measured a result file, when and where, and how its ratios were formed."""
     machine = content.get("machine", content)
     facts = [
         f"`python benchmarks/{name}.py`",
@@ -50,4 +54,8 @@ def origin(name: str, content: Json) -> str:
         counted(machine["threads"], "thread"),
         f"torch {machine['torch']}",
     ]
-    return f"{', '.join(filter(None, facts))}; numbers in [`{name}.json`](../benchmarks/results/{name}.json).\n"
+    found = f"{', '.join(filter(None, facts))}; numbers in [`{name}.json`](../benchmarks/results/{name}.json).\n"
+    has_ratios = any("time_ratio" in row for row in content.get("rows", []))
+    if has_ratios and content.get("date", "") < RATIOS_OF_ROUNDS_SINCE:
+        found += "\nMeasured before the others: a ratio of times is here that of the medians.\n"
+    return found
