@@ -19,8 +19,8 @@ ROWS = 512
 """Queries of a tile per thread. A matrix product of fewer is slower, by more than a smaller tile gains."""
 KEYS = 2048
 """Most keys of a tile."""
-FEWEST_PAIRS, MOST_PAIRS = 1 << 18, 1 << 19
-"""Scores of a tile per thread: at most two megabytes."""
+FEWEST_PAIRS, MOST_PAIRS = 1 << 18, 1 << 20
+"""Scores of a tile per thread: at most four megabytes."""
 
 
 class CompiledMoments:
