@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.weak import WeakIdKeyDictionary
 
 from massieu.errors import InputError
 from massieu.probing.capture.capture import Capture, StopAfterQuery, recomputing
 from massieu.probing.capture.follow import functions as f
+from massieu.probing.capture.follow.alive import WhileAlive
 from massieu.probing.capture.follow.calls import CallPlace, HeadLayout, Output, layout_of, read_weights
 from massieu.probing.capture.follow.contractions import (
     BADDBMM,
@@ -434,7 +434,7 @@ class _Notes:
     """What tensors are, each as long as its tensor lives and is not changed in place."""
 
     def __init__(self) -> None:
-        self._notes: Any = WeakIdKeyDictionary()
+        self._notes: WhileAlive[tuple[int, Note | None]] = WhileAlive()
 
     def of(self, tensor: Tensor) -> Note | None:
         """The note of a tensor; None where it has none, or was changed since."""
@@ -452,10 +452,10 @@ class _Notes:
     def keep(self, tensor: Any, note: Note | None) -> None:
         """Note what a tensor is; of anything else nothing."""
         if isinstance(tensor, Tensor):
-            self._notes[tensor] = (_version(tensor), note)
+            self._notes.keep(tensor, (_version(tensor), note))
 
     def forget(self, tensor: Tensor) -> None:
-        self._notes.pop(tensor, None)
+        self._notes.forget(tensor)
 
     def clear(self) -> None:
         self._notes.clear()

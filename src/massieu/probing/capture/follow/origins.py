@@ -4,9 +4,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils.weak import WeakIdKeyDictionary
 
 from massieu.probing.capture.follow import functions as f
+from massieu.probing.capture.follow.alive import WhileAlive
 from massieu.probing.capture.follow.contractions import CONTRACTIONS
 
 # Bits, since a weight is a constant too; plain integers, since they are combined at every function of a forward pass.
@@ -22,18 +22,20 @@ class TensorOrigins:
     """Origins of the tensors of a forward pass, each as long as its tensor lives."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._origins: Any = WeakIdKeyDictionary()
+        self._origins: WhileAlive[int] = WhileAlive()
         tensors = (*model.parameters(), *model.buffers())
         # A parameter is known by its class.
         self._buffers = {id(tensor) for tensor in tensors if not isinstance(tensor, nn.Parameter)}
 
     def of(self, tensor: Tensor) -> int:
         """The bits of a tensor; 0 where it is an activation that met no weight."""
-        return CONSTANT | WEIGHT if self._is_weight(tensor) else self._origins.get(tensor, 0)
+        return CONSTANT | WEIGHT if self._is_weight(tensor) else self._origins.get(tensor) or 0
 
     def _is_weight(self, tensor: Tensor) -> bool:
         """Whether it is a weight or a buffer; weights of some models are made anew each time that they are asked for."""
-        return isinstance(tensor, nn.Parameter) or id(tensor) in self._buffers
+        # Asked first for the class itself: `isinstance` asks the class of parameters, in Python.
+        is_parameter = type(tensor) is not Tensor and isinstance(tensor, nn.Parameter)
+        return is_parameter or id(tensor) in self._buffers
 
     def note(self, func: Any, inputs: Sequence[Tensor], result: Any) -> None:
         """Note the origin of what a function made of these tensors."""
@@ -49,7 +51,7 @@ class TensorOrigins:
         if origin:
             for tensor in tensors_in(result):
                 if not self._is_weight(tensor):
-                    self._origins[tensor] = origin
+                    self._origins.keep(tensor, origin)
 
     def are_activations(self, left: Tensor, right: Tensor) -> bool:
         """Whether a product of these two may be of queries and keys."""
