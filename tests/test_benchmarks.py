@@ -15,6 +15,7 @@ import scipy.stats
 import torch
 
 from massieu import ops
+from massieu.probing.sums import units
 
 ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / "benchmarks"
@@ -267,10 +268,16 @@ def test_the_page_of_a_fixture():
 @pytest.mark.parametrize("divided_by", [1, 7, 10**6])
 def test_texts_double_and_are_whole_batches(divided_by):
     for part in growth.PARTS.values():
-        quarter, half, whole = part.texts(divided_by)
-        assert (half, whole) == (2 * quarter, 4 * quarter)
-        assert quarter % part.batch_size == 0
-        assert whole <= max(part.windows // divided_by, 4 * growth.FEWEST_BATCHES * part.batch_size)
+        half, whole = part.texts(divided_by)
+        assert whole == 2 * half
+        assert half % part.batch_size == 0
+        assert whole <= max(part.windows // divided_by, 2 * growth.FEWEST_BATCHES * part.batch_size)
+
+
+def test_the_shorter_text_fills_the_sums_room():
+    """Of sampled windows too, which come last to their most error units."""
+    for part in growth.PARTS.values():
+        assert part.texts(1)[0] * units.SAMPLE_SHARE > units.WINDOWS.capacity
 
 
 def test_growth_is_one_more_window_beside_one_of_half_the_text(monkeypatch, tmp_path):
