@@ -292,6 +292,11 @@ def test_growth_is_one_more_window_beside_one_of_half_the_text(monkeypatch, tmp_
     assert growth.stored_rows(without=["heads"]) == [dataclasses.replace(row, time_interval=list(row.time_interval))]
     text = page.page(page.read(tmp_path))
     assert "| 100 windows of 16, 4 layers of 4 heads | 3.5 s |" in text
+    # Less than a twentieth of 100 windows of 0.105 s, and less than nothing.
+    for seconds in (0.5, -2.0):
+        harness.write("growth", [dataclasses.replace(row, seconds_once=seconds)])
+        text = page.page(page.read(tmp_path))
+        assert "| 100 windows of 16, 4 layers of 4 heads | below 525 ms, not resolved |" in text
 
 
 def test_a_small_text_is_read_as_a_large_one():
