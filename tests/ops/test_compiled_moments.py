@@ -298,8 +298,11 @@ def test_without_a_folder_for_passing_files(fresh, monkeypatch):
 @pytest.mark.slow
 def test_code_that_is_wrong_is_not_used(fresh, monkeypatch, tmp_path):
     """A compiler that confuses a sum: found on the first small tile."""
+    right = library.SOURCE.read_text()
+    sum_of_squares = "so_far->second = fused(product, x, so_far->second)"
+    assert sum_of_squares in right
     wrong = tmp_path / "row_sums.c"
-    wrong.write_text(library.SOURCE.read_text().replace("so_far->second += product * x", "so_far->second += product"))
+    wrong.write_text(right.replace(sum_of_squares, "so_far->second += product"))
     monkeypatch.setattr(library, "SOURCE", wrong)
     assert "its sum 'second' is off" in reason()
 
