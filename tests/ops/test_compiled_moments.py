@@ -160,6 +160,21 @@ def test_numbers_that_are_not_finite(number):
     assert found.entropy[0, 0, 3].isnan() and found.entropy[0, 0, :3].isfinite().all()
 
 
+@every_row("keys", [3, 20, 53])
+def test_a_largest_score_is_no_number_where_a_score_is_none(keys):
+    """Alone and with the others; the maxima of a processor leave NaN out, and infinities of both signs add up to NaN."""
+    scores = draw(1, 4, keys, dtype=torch.float32)
+    scores[0, 0, keys - 1] = math.nan
+    scores[0, 1, 0] = math.nan
+    scores[0, 2, :2] = torch.tensor([math.inf, -math.inf])
+    wanted = scores.amax(-1, keepdim=True)
+    for names in ({"top"}, {"top", "total", "position"}):
+        for masked in (False, True):
+            found = row_sums.RowSums.empty((1, 4), scores)
+            found.write(scores.clone(), None, 0, None, masked, names, False)
+            assert torch.equal(found.sums["top"].nan_to_num(-7.0), wanted.nan_to_num(-7.0))
+
+
 def test_a_visible_score_of_minus_infinity_is_none_of_a_hidden_pair():
     query, key = torch.full((1, 1, 3, 1), 1e30), torch.linspace(0, 1, 8)[None, None, :, None].clone()
     key[0, 0, 2] = -1e30
