@@ -175,6 +175,17 @@ def test_a_largest_score_is_no_number_where_a_score_is_none(keys):
             assert torch.equal(found.sums["top"].nan_to_num(-7.0), wanted.nan_to_num(-7.0))
 
 
+@every_row("place", [0, 40, 52])
+def test_a_largest_score_is_no_number_in_whichever_tile_it_stands(place, monkeypatch):
+    """Tiles of 4 keys: one of NaN is followed, or led, by tiles without it."""
+    use_small_tiles(monkeypatch, 64)
+    query, key, _ = inputs()
+    key[:, :, place] = math.nan
+    for names in (("max_score",), ("max_score", "log_partition")):
+        found = ops.attention_moments(query, key, moments=names, backend="compiled")
+        assert found.max_score.isnan().all()
+
+
 def test_a_visible_score_of_minus_infinity_is_none_of_a_hidden_pair():
     query, key = torch.full((1, 1, 3, 1), 1e30), torch.linspace(0, 1, 8)[None, None, :, None].clone()
     key[0, 0, 2] = -1e30

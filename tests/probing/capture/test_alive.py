@@ -58,16 +58,3 @@ def test_the_latest_value_counts_and_a_tensor_may_be_forgotten():
     values.keep(tensor, 3)
     values.clear()
     assert values.get(tensor) is None
-
-
-def test_a_tensor_that_only_a_graph_holds_for_a_while_is_still_itself():
-    values: WhileAlive[int] = WhileAlive()
-    leaf = torch.ones(3, requires_grad=True)
-    middle = leaf.exp()
-    values.keep(middle, 1)
-    end = middle * middle
-    del middle
-    gc.collect()
-    back = end.grad_fn._saved_self
-    assert values.get(back) in (1, None)  # never another's
-    assert values.get(end) is None

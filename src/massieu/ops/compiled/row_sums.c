@@ -231,7 +231,7 @@ INLINE void sum_row(const float *scores, float *weights, int64_t keys, int32_t f
     count += taken(&even.count);
   }
   float top = largest(larger(even.top, odd.top));
-  if (before > top) top = before;
+  if (!(before <= top)) top = before; /* also where it is NaN */
   into->position[row] = position ? first_key + first_key_with(top, scores, keys) : 0;
   if (sum != sum && some_nan(scores, keys)) top = __builtin_nanf("");
   float mean = sum / (count > 0 ? count : 1);
