@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.support.rows import every_row
 
-from massieu.probing.sums.comparisons import Arrangement, BesideRandom, both, with_their_tails
+from massieu.probing.sums.comparisons import AT_ONCE, Arrangement, BesideRandom, both, with_their_tails
 from massieu.probing.sums.random_heads import (
     RandomHeads,
     Scale,
@@ -79,8 +79,8 @@ def test_at_the_ends_of_a_scale_the_text_s_error_is_that_of_the_numbers(scale, v
     """Random heads do not differ: the test is Student's of the numbers, however steep the scale is at the value."""
     statistic, error = Statistic("asked", scale=scale, smallest=0.05), 0.02
     own = Estimate(np.full(3, value), np.full(3, error), np.ones(3), np.full(3, 4.0))
-    found = BesideRandom.of(own, np.full((8, 3), 0.2), statistic, Arrangement(3)).p_value
-    np.testing.assert_allclose(found, 2 * scipy.stats.t.sf(abs(value - 0.2) / error, 4), rtol=1e-6)
+    (found,) = BesideRandom.of([own], [np.full((8, 3), 0.2)], statistic, Arrangement(3))
+    np.testing.assert_allclose(found.p_value, 2 * scipy.stats.t.sf(abs(value - 0.2) / error, 4), rtol=1e-6)
 
 
 def test_a_head_that_saturates_is_far_from_heads_that_attend_alike():
@@ -88,7 +88,7 @@ def test_a_head_that_saturates_is_far_from_heads_that_attend_alike():
     draws = np.random.default_rng(7).normal(0.157, 0.001, (8, 4))
     own = Estimate(np.full(4, 0.99999), np.full(4, 2e-5), np.ones(4), np.full(4, 4.0))
     share = Statistic("asked", scale="share", smallest=0.05)
-    compared = BesideRandom.of(own, draws, share, Arrangement(4))
+    (compared,) = BesideRandom.of([own], [draws], share, Arrangement(4))
     # Half of the distance on the scale, 6.5, is 700 deviations of 0.0075 and more, and the other half 300 errors of the text.
     assert (compared.p_value < 2 * scipy.stats.t.sf(300, 4)).all()
 
@@ -167,8 +167,7 @@ def test_heavy_tails_of_random_heads_widen_their_part_of_the_variance_alone():
     """The text's error is most of a head's variance: its law's tails, whatever they are, change the p-value little."""
     draws = 0.001 * np.random.default_rng(8).standard_t(2, (8, 6))
     own = Estimate(np.full(6, 3.0), np.full(6, 0.5), np.ones(6), np.full(6, 9.0))
-    compared = BesideRandom.of(own, draws, SHARE, Arrangement(6))
-    (found,) = with_their_tails([compared])
+    (found,) = with_their_tails(BesideRandom.of([own], [draws], SHARE, Arrangement(6)))
     np.testing.assert_allclose(found, 2 * scipy.stats.t.sf(6, 9), rtol=0.01)
 
 
@@ -190,11 +189,38 @@ def test_under_alibi_a_head_is_compared_with_itself():
     """Heads of means 0, 5, 10 in all draws: pooled, the law is wide and no head stands out; alone, each one does."""
     draws = np.random.default_rng(5).normal([0.0, 5.0, 10.0], 0.1, (8, 3))
     own = Estimate(np.array([5.0, 10.0, 0.0]), np.full(3, 0.01), np.ones(3), np.full(3, 9.0))
-    assert (BesideRandom.of(own, draws, SHARE, Arrangement(3)).p_value > 0.2).all()
-    alone = BesideRandom.of(own, draws, SHARE, Arrangement(3, alone=True))
+    (pooled,) = BesideRandom.of([own], [draws], SHARE, Arrangement(3))
+    (alone,) = BesideRandom.of([own], [draws], SHARE, Arrangement(3, alone=True))
+    assert (pooled.p_value > 0.2).all()
     assert (alone.p_value < 1e-6).all()
     np.testing.assert_allclose(alone.centre, draws.mean(0), rtol=1e-12)
     np.testing.assert_allclose(alone.deviation, draws.std(0, ddof=1) * np.sqrt(9 / 8), rtol=1e-12)
+
+
+@pytest.mark.parametrize("scale", ["share", "positive", "number"])
+@pytest.mark.parametrize(
+    "arrangement", [Arrangement(6), Arrangement(2), Arrangement(1), Arrangement(6, alone=True)], ids=str
+)
+def test_sites_that_are_compared_at_once_are_as_each_alone(scale, arrangement):
+    """More sites than are done at once, some of whose numbers are at the end of their scale or not finite."""
+    rng = np.random.default_rng(12)
+    draws = list(rng.uniform(0.05, 0.95, (100, 8, 6)))
+    values = rng.uniform(0.0, 1.0, (100, 6)).round(1)
+    values[3, 2] = np.nan
+    errors = np.where(rng.random((100, 6)) < 0.1, np.nan, rng.uniform(0.0, 0.1, (100, 6)))
+    own = [
+        Estimate(value, error, np.ones(6), np.full((6,) if site % 2 else (), site % 5))
+        for site, (value, error) in enumerate(zip(values, errors, strict=True))
+    ]
+    statistic = Statistic("asked", scale=scale)
+    assert len(own) * draws[0].size > AT_ONCE
+    together = BesideRandom.of(own, draws, statistic, arrangement)
+    for site, compared in enumerate(together):
+        (alone,) = BesideRandom.of([own[site]], [draws[site]], statistic, arrangement)
+        for name in ("p_value", "share", "others", "centre", "deviation"):
+            np.testing.assert_allclose(
+                getattr(compared, name), getattr(alone, name), rtol=1e-9, err_msg=f"{site} {name}"
+            )
 
 
 NOISE = {
@@ -208,17 +234,18 @@ DESIGNS = [(8, 12, 1), (8, 2, 1), (8, 1, 1), (8, 3, 3), (2, 12, 1), (2, 2, 1)]
 def families(noise: str, design: tuple[int, int, int], runs: int) -> float:
     """How often any head of a random model is named at 5 %: heads of random models, all components of one kind of noise."""
     draws, clusters, heads = design
-    rng, named = np.random.default_rng(draws + clusters), 0
+    rng = np.random.default_rng(draws + clusters)
+    own, random_models = [], []
     for _ in range(runs):
         model = 0.5 * NOISE[noise](rng, (draws + 1, 1, 1)) + NOISE[noise](rng, (draws + 1, clusters, 1))
         model = (model + 0.5 * NOISE[noise](rng, (draws + 1, clusters, heads))).reshape(draws + 1, -1)
         error = 0.2 * np.sqrt(rng.chisquare(5, model.shape[1]) / 5)
-        own = model[0] + 0.2 * rng.standard_normal(model.shape[1])
-        estimate = Estimate(own, error, np.ones_like(own), np.full(own.shape, 5.0))
-        compared = BesideRandom.of(estimate, model[1:], SHARE, Arrangement(clusters))
-        (p,) = with_their_tails([compared])
-        named += p.min() * len(p) < 0.05
-    return named / runs
+        value = model[0] + 0.2 * rng.standard_normal(model.shape[1])
+        own.append(Estimate(value, error, np.ones_like(value), np.full(value.shape, 5.0)))
+        random_models.append(model[1:])
+    compared = BesideRandom.of(own, random_models, SHARE, Arrangement(clusters))
+    smallest = [with_their_tails([model])[0].min() for model in compared]
+    return float(np.mean(np.array(smallest) * clusters * heads < 0.05))
 
 
 @pytest.mark.medium
@@ -243,6 +270,6 @@ def test_a_head_far_from_random_ones_is_named():
         model = 0.5 * rng.standard_normal((9, 1)) + rng.standard_normal((9, 12))
         model[0, 3] += 10 * np.sqrt(1.25)
         own = Estimate(model[0], np.full(12, 0.1), np.ones(12), np.full(12, 5.0))
-        (p,) = with_their_tails([BesideRandom.of(own, model[1:], SHARE, Arrangement(12))])
+        (p,) = with_their_tails(BesideRandom.of([own], [model[1:]], SHARE, Arrangement(12)))
         found += np.flatnonzero(p * 12 < 0.0125).tolist() == [3]
     assert found >= 95

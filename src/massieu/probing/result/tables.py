@@ -140,17 +140,13 @@ class Tables:
         """Add p- and q-values of the rows of one scope, against controls of their own and random models."""
         tests = Tests(statistics)
         controls = {(row.place, row.statistic): row for row in rows if row.part == statistics[row.statistic].control}
-        for row in rows:
-            statistic = statistics[row.statistic]
-            if row.part or statistic.control is None or statistic.gauge_dependent:
-                continue
+        tested = [row for row in rows if not row.part and _is_tested(statistics[row.statistic])]
+        beside_random = _beside_random(tested, statistics, draws, arrangements)
+        for row in tested:
             control = controls.get((row.place, row.statistic))
             nulls = [] if control is None else [_null(row, control)]
-            random = None
-            numbers = _of_random_models(draws, row)
-            if numbers is not None:
-                arrangement = arrangements.get(row.place.name, Arrangement(1))
-                random = BesideRandom.of(row.estimate, numbers, statistic, arrangement)
+            random = beside_random.get((row.place, row.statistic))
+            if random is not None:
                 self._add(row.place, f"{row.statistic}/reinitialised", _law(random, row.estimate.count))
             tests.add(row.statistic, row.place, row.estimate, random, nulls)
         for place, name, p_values, q_values in tests.results():
@@ -161,6 +157,31 @@ class Tables:
 def _without_error(values: np.ndarray) -> Estimate:
     """Numbers that have no standard error; each finite one counts as one entry."""
     return Estimate(values, np.full_like(values, np.nan), np.isfinite(values).astype(float))
+
+
+def _is_tested(statistic: Statistic) -> bool:
+    return statistic.control is not None and not statistic.gauge_dependent
+
+
+def _beside_random(
+    rows: Iterable[Row],
+    statistics: Mapping[str, Statistic],
+    draws: RandomModels | None,
+    arrangements: Mapping[str, Arrangement],
+) -> dict[tuple[RowPlace, str], BesideRandom]:
+    """The rows that random models have numbers of, by place and statistic; alike sites are compared at once."""
+    alike: dict[tuple[str, Arrangement, tuple[int, ...]], list[tuple[Row, np.ndarray]]] = {}
+    for row in rows:
+        numbers = _of_random_models(draws, row)
+        if numbers is not None:
+            arrangement = arrangements.get(row.place.name, Arrangement(1))
+            alike.setdefault((row.statistic, arrangement, numbers.shape), []).append((row, numbers))
+    found: dict[tuple[RowPlace, str], BesideRandom] = {}
+    for (name, arrangement, _), sites in alike.items():
+        estimates = [row.estimate for row, _ in sites]
+        compared = BesideRandom.of(estimates, [numbers for _, numbers in sites], statistics[name], arrangement)
+        found |= {(row.place, name): beside for (row, _), beside in zip(sites, compared, strict=True)}
+    return found
 
 
 def _of_random_models(draws: RandomModels | None, row: Row) -> np.ndarray | None:

@@ -1,6 +1,6 @@
 """What heads and sublayers are compared with: their own control, and the law of random models; p-values of both."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -17,6 +17,9 @@ from massieu.probing.sums.random_heads import (
 )
 from massieu.probing.sums.units import Estimate
 from massieu.storage.record import Statistic
+
+AT_ONCE = 1 << 11
+"""Numbers of draws that are compared at once: each has 257 places on the way to its law's centre, 4 MiB in all."""
 
 
 class RandomModels(Protocol):
@@ -43,12 +46,15 @@ class Arrangement:
     clusters: int
     alone: bool = False
 
-    def of(self, numbers: Float64[np.ndarray, "draws heads"]) -> Float64[np.ndarray, "draws clusters group *batch"]:
+    def of(
+        self, numbers: Float64[np.ndarray, "draws heads *batch"]
+    ) -> Float64[np.ndarray, "draws clusters group *batch"]:
         """The heads' numbers in the form that `RandomHeads` takes."""
         if self.alone:
             # One cluster of one head; the heads stand behind it as a batch of their own laws.
             return numbers[:, None, None]
-        return numbers.reshape(len(numbers), self.clusters, -1)
+        draws, heads, *batch = numbers.shape
+        return numbers.reshape(draws, self.clusters, heads // self.clusters, *batch)
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,29 +76,57 @@ class BesideRandom:
 
     @classmethod
     def of(
-        cls, own: Estimate, draws: Float64[np.ndarray, "draws heads"], statistic: Statistic, arrangement: Arrangement
-    ) -> "BesideRandom":
-        """The model's numbers beside those of the draws, on the statistic's scale."""
+        cls,
+        own: Sequence[Estimate],
+        draws: Sequence[Float64[np.ndarray, "draws heads"]],
+        statistic: Statistic,
+        arrangement: Arrangement,
+    ) -> list["BesideRandom"]:
+        """The model's numbers beside those of the draws, on the statistic's scale, site by site.
+
+        Args:
+            own, draws: of each site; all sites have as many heads, draws and clusters, and are computed together.
+        """
+        sites_at_once = max(1, AT_ONCE // draws[0].size)
+        parts = (slice(start, start + sites_at_once) for start in range(0, len(own), sites_at_once))
+        return [site for part in parts for site in cls._at_once(own[part], draws[part], statistic, arrangement)]
+
+    @classmethod
+    def _at_once(
+        cls,
+        own: Sequence[Estimate],
+        draws: Sequence[Float64[np.ndarray, "draws heads"]],
+        statistic: Statistic,
+        arrangement: Arrangement,
+    ) -> Iterator["BesideRandom"]:
         scale = statistic.scale
-        heads = draws.shape[1]
-        numbers = scaled(draws, scale)
-        law = RandomHeads.of(arrangement.of(numbers))
-        value = scaled(own.value, scale)
-        error = scaled_error(own.value, own.standard_error, law, scale)
-        others = None
-        if len(draws) > 2:
-            rounding = scaled_error(draws, np.zeros_like(draws), law, scale)
-            p_values = each_against_the_others(arrangement.of(numbers), arrangement.of(rounding))
-            others = p_values.reshape(len(draws), heads)
-        # The table shows mean and deviation as they are, not on the scale on which heads are compared.
-        raw_law = RandomHeads.of(arrangement.of(draws))
-        return cls(
-            p_value=law.p_value(value, error, own.degrees),
-            share=law.share(error),
-            others=others,
-            centre=np.broadcast_to(raw_law.centre, heads),
-            deviation=np.broadcast_to(raw_law.deviation, heads),
+        # (draws, heads, sites), and (heads, sites) for the model's own: the sites are a batch of laws.
+        of_draws = np.stack(draws, -1)
+        values, errors, degrees = (
+            np.stack([np.broadcast_to(getattr(site, name), len(of_draws[0])) for site in own], -1)
+            for name in ("value", "standard_error", "degrees")
         )
+        numbers = scaled(of_draws, scale)
+        law = RandomHeads.of(arrangement.of(numbers))
+        error = scaled_error(values, errors, law, scale)
+        others = None
+        if len(of_draws) > 2:
+            rounding = scaled_error(of_draws, np.zeros_like(of_draws), law, scale)
+            others = each_against_the_others(arrangement.of(numbers), arrangement.of(rounding)).reshape(of_draws.shape)
+        # The table shows mean and deviation as they are, not on the scale on which heads are compared.
+        raw_law = RandomHeads.of(arrangement.of(of_draws))
+        p_value = law.p_value(scaled(values, scale), error, degrees)
+        share = law.share(error)
+        centre = np.broadcast_to(raw_law.centre, values.shape)
+        deviation = np.broadcast_to(raw_law.deviation, values.shape)
+        for site in range(len(own)):
+            yield cls(
+                p_value=p_value[:, site],
+                share=share[:, site],
+                others=None if others is None else others[..., site],
+                centre=centre[:, site],
+                deviation=deviation[:, site],
+            )
 
 
 def with_their_tails(family: Sequence[BesideRandom]) -> list[Float64[np.ndarray, " heads"]]:
