@@ -6,7 +6,7 @@ OUT ?= massieu-results/demo
 # Processes of a test run; 0: this one.
 WORKERS ?= auto
 
-.PHONY: demo demo-decoder sample check test slow release-tests emulated emulated-all claims floor bridges side-by-side core lint types types-changed docs packages bench \
+.PHONY: demo demo-decoder sample check test slow release-tests emulated emulated-all claims floor floor-all bridges side-by-side core lint types types-changed docs packages bench \
   release-check clean
 
 # Keep pytest's bytecode cache: the next run starts three times as fast.
@@ -83,9 +83,9 @@ endif
 slow: $(VENV)/decoder packages ## the longer ones
 	$(PYTEST) --dist worksteal --hypothesis-profile=slow -m "(slow or hypothesis) and not release"
 
-# More forms of what the longer tests try; part of the release check.
+# More forms of what the longer tests try, and many examples by Hypothesis; part of the release check.
 release-tests: $(VENV)/installed packages
-	$(PYTEST) --dist worksteal --hypothesis-profile=slow -m release
+	$(PYTEST) --dist worksteal --hypothesis-profile=release -m "release or hypothesis"
 
 # A C++ compiler and a browser, which some tests need: installed where that may be done, else those tests are skipped.
 packages: $(VENV)/installed
@@ -117,13 +117,15 @@ EMULATED_default := ATEN_CPU_CAPABILITY=default MKL_CBWR=COMPATIBLE OMP_NUM_THRE
 PROCESSORS := avx2 default
 
 # Without what processes say to each other; what is compiled to machine code, which is this processor's own; what simulates
-# CUDA; and wrong calls, whose sentences no processor changes.
+# CUDA; and wrong calls, whose sentences no processor changes. Measures compute by the same operations: one processor is enough.
+EMULATED_ROOMS_avx2 := tests/ops tests/measures
+EMULATED_ROOMS_default := tests/ops
 NOT_EMULATED := $(addprefix --ignore-glob=*/test_,sharded*.py flex.py *cuda*.py devices.py policies.py bad_calls.py *validation.py \
   odd_arguments.py arguments.py)
 emulated: $(PROCESSORS:%=emulated-%) ## ops and measures, as other processors compute them
 emulated-%: $(VENV)/installed packages
 	env $(EMULATED_$*) $(PYTEST) --dist loadfile --hypothesis-profile=check -m "not medium and not slow" \
-	  $(NOT_EMULATED) tests/ops tests/measures
+	  $(NOT_EMULATED) $(EMULATED_ROOMS_$*)
 
 # Every room, and its longer tests; part of the release check.
 emulated-all: $(PROCESSORS:%=emulated-all-%)
@@ -143,8 +145,12 @@ $(FLOOR)/installed: $(VENV)/installed constraints-floor.txt
 	$(FLOOR)/$(PIP_INSTALL) -c constraints-floor.txt transformers
 	touch $@
 
-# What another release may change: how models are read, slow tests too. Texts, tables and sums are as before.
+# What another release may change: how models are read. Texts, tables and sums are as before.
 floor: $(FLOOR)/installed
+	$(FLOOR)/bin/python -m pytest -n $(WORKERS) --dist worksteal -m "not slow" $(READS_MODELS)
+
+# The longer ones among them too; part of the release check.
+floor-all: $(FLOOR)/installed
 	$(FLOOR)/bin/python -m pytest -n $(WORKERS) --dist worksteal -m "slow or not slow" -k "not real_decoder and not ctrl_c" $(READS_MODELS)
 READS_MODELS := $(call tests_of,probing,population_layers probe) $(call tests_of,probing/model,gguf loading) \
   $(call tests_of,probing/capture,capture) $(call tests_of,probing/stream,wiring) $(call tests_of,probing/statistics,climb statistics)

@@ -79,4 +79,7 @@ make release-tests
 say "every room, as other processors compute"
 make emulated-all
 
+say "the oldest transformers, with the longer tests"
+make floor-all
+
 say "ready: $(cd "$root" && echo dist/*)"

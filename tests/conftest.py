@@ -29,7 +29,7 @@ os.fsync = lambda descriptor: None
 if oldest_instructions := {"avx2": "AVX2", "default": "SSE41"}.get(os.environ.get("ATEN_CPU_CAPABILITY", "")):
     os.environ.setdefault("ONEDNN_MAX_CPU_ISA", oldest_instructions)
 
-EXAMPLES = {"check": 5, "test": 10, "slow": 30}
+EXAMPLES = {"check": 5, "test": 10, "slow": 20, "release": 100}
 """How many examples Hypothesis draws for a test, by tier: `--hypothesis-profile` names one, the Makefile does."""
 
 # No test fails because the machine is busy.
