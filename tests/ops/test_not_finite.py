@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from tests.support import needs
 from tests.support.ops.explicit import draw
 from tests.support.rows import every_row, one_in, some_slow
 
@@ -205,6 +206,78 @@ def test_overflow_is_no_missing_key():
     assert level[0, 0, 1].isfinite() and output[0, 0, 1].allclose(torch.ones(2))
     (gradient,) = torch.autograd.grad(level[0, 0, 1] + output.sum(), query)
     assert gradient.isfinite().all() and not gradient[0, 0, 0].any()
+
+
+MASKED = {
+    "causal": {"is_causal": True},
+    "window": {"window": (7, 0)},
+    "mask": {"log_weight": torch.ones(40, 40, dtype=torch.bool).tril()},
+}
+
+
+def moments_of(*tensors, backend, **options):
+    if backend == "compiled" and not needs.compiler():
+        pytest.skip("no compiler")
+    with torch.no_grad():
+        return ops.attention_moments(*tensors, backend=backend, **options)._asdict()
+
+
+@pytest.mark.medium
+@every_row("backend", ["blocks", "compiled"])
+@every_row("mask", MASKED)
+def test_a_hidden_score_of_any_size_is_hidden(mask, backend):
+    """Products of 1e31 and more of the early queries with later keys, beside visible ones of about 1."""
+    query, key, value = (draw(1, 2, 40, 1, seed=seed, dtype=torch.float32) for seed in range(3))
+    query[:, :, :20] *= 1e15
+    key[:, :, :20] *= 1e-15
+    key[:, :, 20:] = 1e17 * key[:, :, 20:].abs()
+    query.abs_()
+    found = moments_of(query, key, value, backend=backend, **MASKED[mask])
+    exact = moments_of(*(t.double() for t in (query, key, value)), backend="reference", **MASKED[mask])
+    assert exact["max_score"][..., :20].abs().max() < 100 < 1e30 < (query[:, :, :20] * key.mT).amax()
+    for name, numbers in found.items():
+        torch.testing.assert_close(numbers[:, :, :20], exact[name][:, :, :20].to(numbers), rtol=1e-4, atol=1e-4)
+    attended = ops.attention(query, key, value, backend="blocks", **MASKED[mask])
+    torch.testing.assert_close(attended.output[:, :, :20], exact["output"][:, :, :20].float(), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.medium
+@every_row("backend", ["reference", "blocks", "compiled"])
+@every_row("mask", {"no mask": {}} | MASKED)
+def test_a_query_all_of_whose_scores_overflow_has_no_weights(mask, backend):
+    """Beside keys that it does not see, whose scores would be large."""
+    options = ({"no mask": {}} | MASKED)[mask]
+    query, key = (draw(1, 2, 40, 2, seed=seed, dtype=torch.float32) for seed in range(2))
+    query[:, :, 3] = torch.tensor([3e30, 0.0])
+    key[:, :, : 40 if mask == "no mask" else 4, 0] = -3e30
+    names = ["log_partition", "max_score", "entropy", "max_position", "max_weight"]
+    found = moments_of(query, key, backend=backend, moments=names, **options)
+    assert (found["log_partition"][:, :, 3] == -math.inf).all() and (found["max_score"][:, :, 3] == -math.inf).all()
+    assert found["entropy"][:, :, 3].isnan().all() and (found["max_position"][:, :, 3] == -1).all()
+    assert not (found["max_weight"][:, :, 3] > 0).any()
+    output, level = ops.attention(query, key, key, backend="blocks", **options)
+    assert (level[:, :, 3] == -math.inf).all() and not output[:, :, 3].any()
+    change = ops.fisher_vp(query, key, torch.ones_like(query), backend="blocks", **options)
+    assert not change[:, :, 3].isfinite().any()
+
+
+@every_row("backend", ["blocks", "compiled"])
+@every_row("keys, lost", [(40, 7), (9000, 5000)])
+def test_keys_whose_scores_overflow_take_no_weight_from_others(keys, lost, backend):
+    """Of one tile, and of several, the first of which has no score above −∞."""
+    query, key = torch.tensor([[[[1e20]]]]), draw(1, 1, keys, 1, dtype=torch.float32) * 1e-20
+    key[:, :, :lost] = -1e20
+    found = moments_of(query, key, backend=backend, moments=["log_partition", "max_score", "entropy", "collision"])
+    scores = (query.double() @ key.double().mT)[0, 0, 0, lost:]
+    weights = torch.softmax(scores, 0)
+    expected = {
+        "log_partition": torch.logsumexp(scores, 0),
+        "max_score": scores.max(),
+        "entropy": torch.special.entr(weights).sum(),
+        "collision": weights.square().sum(),
+    }
+    for name, number in expected.items():
+        torch.testing.assert_close(found[name].squeeze(), number.float(), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.medium

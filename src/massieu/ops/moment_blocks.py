@@ -46,6 +46,12 @@ class Formula(NamedTuple):
     """The moment of a query that sees no key."""
 
 
+def _log_partition(sums: Sums) -> Tensor:
+    """Of queries without a score −∞, though their weights are not numbers."""
+    top = sums["top"]
+    return (top + sums["total"].log()).masked_fill_(top == -torch.inf, -torch.inf)
+
+
 def _variance(sums: Sums) -> Tensor:
     """E x² − (E x)². As x is relative to the largest score, both are at most the variance and log² n: few digits cancel."""
     mean = sums["first"] / sums["total"]
@@ -62,7 +68,7 @@ def _position(sums: Sums) -> Tensor:
 
 
 MOMENTS: dict[str, Formula] = {
-    "log_partition": Formula({"top", "total"}, lambda sums: sums["top"] + sums["total"].log(), -torch.inf),
+    "log_partition": Formula({"top", "total"}, _log_partition, -torch.inf),
     "entropy": Formula({"top", "total", "first"}, _entropy, 0.0),
     "mean_score": Formula({"top", "total", "first"}, lambda sums: sums["top"] + sums["first"] / sums["total"], 0.0),
     "score_variance": Formula({"top", "total", "first", "second"}, _variance, 0.0),
@@ -146,11 +152,25 @@ def counted(slab: Slab, needed: Set[str]) -> Sums:
         # The tiles of the same heads follow each other, from their first keys to the last.
         of_heads = _with_tile(None if tile.keys.start == 0 else of_heads, tile, needed)
         if tile.keys.stop == slab.key.shape[2]:
+            lose_without_score(of_heads)
             for name in needed:
                 sums[name][tile.heads] = of_heads[name]
             if "total" in needed:
                 tile.divide_product(of_heads["total"])
     return sums
+
+
+def lose_without_score(sums: Sums) -> None:
+    """Where a query has no score at a key that it sees, its largest one becomes −∞, and what has weights in it NaN.
+
+    Of queries that see no key nobody reads them.
+    """
+    if "top" not in sums:
+        return
+    lost = tiles.without_score(sums["top"])
+    sums["top"].masked_fill_(lost, -torch.inf)
+    if "total" in sums:
+        sums["total"].masked_fill_(lost, torch.nan)
 
 
 def _with_tile(before: Sums | None, tile: Tile, needed: Set[str]) -> Sums:
@@ -167,7 +187,8 @@ def _with_tile(before: Sums | None, tile: Tile, needed: Set[str]) -> Sums:
         sums["mean"] = scores.sum(-1, keepdim=True).div_(sums["count"].clamp_min(1))
     if "top" in needed:
         tile.hide()
-        sums["top"] = scores.amax(-1, keepdim=True)
+        # Not −∞: no difference from it is one of infinities.
+        sums["top"] = scores.amax(-1, keepdim=True).clamp_min_(HIDDEN)
         if before is not None:
             sums["top"] = torch.maximum(sums["top"], before["top"])
         scores.sub_(sums["top"])
@@ -177,25 +198,25 @@ def _with_tile(before: Sums | None, tile: Tile, needed: Set[str]) -> Sums:
     fall = None
     if before is not None and "top" in needed:
         fall = (before["top"] - sums["top"]).clamp_min_(lowest_exponent(scores.dtype))
-    if "total" in needed:
-        sums |= _exponential_sums(tile, needed, None if fall is None else fall.exp())
     if "spread" in needed:
-        # Last, since it spoils the scores.
-        scores.sub_(sums["mean"] - sums["top"])
-        tile.clear(scores)
-        sums["spread"] = torch.linalg.vector_norm(scores, dim=-1, keepdim=True)
+        deviations = torch.sub(scores, sums["mean"] - sums["top"], out=tile.scratch[0])
+        tile.clear(deviations)
+        sums["spread"] = torch.linalg.vector_norm(deviations, dim=-1, keepdim=True)
+    if "total" in needed:
+        # Last, since it changes the scores.
+        sums |= _exponential_sums(tile, needed, None if fall is None else fall.exp())
     return sums if before is None else merged(before, sums, fall)
 
 
 def _exponential_sums(tile: Tile, needed: Set[str], kept: Tensor | None) -> Sums:
-    """The sums of a tile that have e in them, and its product; the scores, relative to the largest, stay as they are.
+    """The sums of a tile that have e in them, and its product. Of the scores, relative to the largest, the lowest are raised.
 
     Args:
         kept: the factor of the product of the keys before; None where there are none.
     """
     scores, weights = tile.scores, tile.scratch[0]
     # exp2 is as fast as exp where that is fast, and several times as fast where it is not.
-    torch.mul(scores, LOG2_E, out=weights).clamp_min_(lowest_exponent(scores.dtype) * LOG2_E).exp2_()
+    torch.mul(scores.clamp_min_(lowest_exponent(scores.dtype)), LOG2_E, out=weights).exp2_()
     tile.clear(weights)
     sums = {"total": weights.sum(-1, keepdim=True)}
     if "square" in needed:

@@ -17,7 +17,7 @@ from massieu.foundation.transforms import in_functorch, may_be_differentiated
 from massieu.ops.shapes import AttentionProblem, Band, hidden_by_position, scores_per_tile, slices
 
 HIDDEN = -1e30
-"""Stands for −inf where 0·score must stay 0."""
+"""Stands for −inf where 0·score must stay 0. What is not above it is no score of a visible pair; see `without_score`."""
 
 PAIRS_PER_THREAD = 1 << 18
 """Scores of an attention's tile per thread: one float32 buffer of this size, a query's scores and values fill the cache of
@@ -254,11 +254,11 @@ class Slab:
         return weight
 
     @cached_property
-    def hidden(self) -> Tensor | None:
-        """0 for visible pairs and `HIDDEN` for others, to be added to scores; shape (#b, #Hk, #G, #rows, mixed)."""
+    def highest(self) -> Tensor | None:
+        """What a score may be at most: `HIDDEN` for hidden pairs, however large theirs are; (#b, #Hk, #G, #rows, mixed)."""
         if self.seen.keep is None:
             return None
-        return (1 - self.seen.keep) * HIDDEN
+        return torch.where(self.seen.keep == 0, HIDDEN, torch.inf).to(self.seen.keep.dtype)
 
     @cached_property
     def ranges(self) -> Tensor | None:
@@ -354,13 +354,14 @@ class Tile:
 
         Returns:
             top, the largest s + w of each query, and the sum of its weights, both (h, G·rows, 1): log Z = top + log sum.
+            The sum is NaN for a query without a score.
         """
         if weight is not None:
             self.split_heads(self.scores).add_(self.select_heads(weight))
         self.hide()
         top = self.scores.amax(-1, keepdim=True)
         total = exp_(self.scores.sub_(top)).sum(-1, keepdim=True)
-        return top, total
+        return top, total.masked_fill_(without_score(top), torch.nan)
 
     def multiply(self, weights: Tensor, total: Tensor) -> None:
         """Put Σ weight·value/total in the slab's product, where there are values."""
@@ -394,7 +395,9 @@ class Tile:
 
     def hide(self) -> None:
         """Lower the scores of hidden pairs far below all others."""
-        self._change_mixed(self.scores, Tensor.add_, self.slab.hidden)
+        self._change_mixed(
+            self.scores, lambda scores, highest: torch.minimum(scores, highest, out=scores), self.slab.highest
+        )
 
     def fill_hidden(self, score: float) -> None:
         """Set the scores of hidden pairs, whatever they are."""
@@ -452,6 +455,11 @@ class _MixedKeys:
     """Counted from the tile's first key."""
     of_mask: slice
     """Counted from the first key of `Visible.keep`."""
+
+
+def without_score(top: Tensor) -> Tensor:
+    """Queries without a score above `HIDDEN` at a key that they see, as where products overflow; from their largest score."""
+    return top <= HIDDEN
 
 
 def slab_log_weight(problem: AttentionProblem, batch: slice, rows: slice) -> Tensor | None:
@@ -548,4 +556,8 @@ def _attend(slab: Slab) -> list[Tensor]:
         top, total = tile.exponentiate(weight)
         torch.add(top, total.log(), out=log_z[tile.heads])
         tile.multiply(tile.scores, total)
+        lost = without_score(top)
+        if slab.product is not None and (not can_sync(top.device) or bool(lost.any())):
+            slab.product[tile.heads].masked_fill_(lost, 0.0)
+        log_z[tile.heads].masked_fill_(lost, -torch.inf)
     return [log_z]

@@ -304,10 +304,8 @@ static void sum_rows(const Call *call, int64_t start, int64_t stop) {
     float *of_row = call->scores + row * keys;
     float *seen = of_row + first;
     int64_t count = end - first;
-    float so_far = -__builtin_inff();
     /* A row of hidden pairs alone has a finite top, so that no difference of tops is one of infinities. */
-    if (range || (call->what & MASKED)) so_far = -__FLT_MAX__;
-    if (call->before) so_far = call->before[row];
+    float so_far = call->before ? call->before[row] : -__FLT_MAX__;
     if (call->what & WEIGHTS) {
       memset(of_row, 0, first * sizeof(float));
       memset(of_row + end, 0, (keys - end) * sizeof(float));
