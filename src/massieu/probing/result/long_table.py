@@ -47,17 +47,16 @@ class TableBuilder:
         values = np.asarray(value, dtype=np.float64)
         if values.ndim > 1:
             raise ValueError(f"values must have shape (heads,), got {values.shape}")
-        errors = np.nan if standard_error is None else standard_error
-        counts = np.rint(count).astype(np.int64)
+        rows = values.size
         self._blocks.append(
             _Block(
                 site,
                 layer,
                 statistic,
                 has_heads=values.ndim == 1,
-                values=np.atleast_1d(values),
-                errors=np.broadcast_to(errors, values.shape).reshape(-1),
-                counts=np.broadcast_to(counts, values.shape).reshape(-1),
+                values=values.reshape(-1),
+                errors=_of_each(np.nan if standard_error is None else standard_error, rows),
+                counts=_of_each(np.rint(count).astype(np.int64), rows),
             )
         )
 
@@ -87,6 +86,14 @@ class TableBuilder:
             polars.when(is_a_head).then(polars.col("head")),
             polars.col("value", "standard_error").fill_nan(None),
         )
+
+
+def _of_each(numbers: Real[np.ndarray, "#rows"] | float, rows: int) -> Real[np.ndarray, " rows"]:
+    """A number for each row of a block; one that holds for all is repeated."""
+    # Mostly they are there already, and a table has thousands of blocks.
+    if isinstance(numbers, np.ndarray) and numbers.shape == (rows,):
+        return numbers
+    return np.broadcast_to(numbers, (rows,))
 
 
 @dataclass(frozen=True, eq=False)

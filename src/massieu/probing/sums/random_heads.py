@@ -23,6 +23,7 @@ UNSEEN_TAILS = 2.0
 _TAIL = 0.0125  # the first step of Holm's procedure over four cards at 5 %
 _LEAST = 1e-6
 _STEPS = 257  # of a search along the way from random heads to a head
+_SMALL_SHARE = 1e-6  # of the law's variance, which an error's square may be without being searched for
 
 
 def scaled(values: Float64[np.ndarray, "*shape"], scale: str) -> Float64[np.ndarray, "*shape"]:
@@ -155,23 +156,38 @@ def scaled_error(
     """
     if scale == "number":
         return np.hypot(errors, RESOLUTION * np.abs(values))
-    scaled_values = scaled(values, scale)
-    inside = unscaled(scaled_values, scale)  # kept away from the ends of the scale
+    inside = unscaled(scaled(values, scale), scale)  # kept away from the ends of the scale
     rounded_errors = np.hypot(errors, RESOLUTION * inside)  # s
     # The derivative of the logit is 1/(x (1 − x)), that of the logarithm 1/x.
-    by_slope_at_value = rounded_errors / (inside * (1 - inside) if scale == "share" else inside)
-    distance = scaled_values - law.centre
-    variance = law.variances.sum(0)  # V
-    # Places y along the way: (steps, 1, …), as shares of the distance.
-    part = np.linspace(0.0, 1.0, _STEPS).reshape(-1, *(1,) * distance.ndim)
+    by_slope = np.array(rounded_errors / (inside * (1 - inside) if scale == "share" else inside))
+    variances = np.broadcast_to(law.variances.sum(0), by_slope.shape)
+    # An error far below the law's deviation reaches nowhere near the centre, and one slope is the scale's all along its way.
+    reaches_far = by_slope**2 > _SMALL_SHARE * variances
+    if reaches_far.any():
+        parts = (inside, rounded_errors, by_slope, law.centre, variances)
+        searched = np.stack([np.broadcast_to(part, by_slope.shape)[reaches_far] for part in parts])
+        by_slope[reaches_far] = _along_the_way(searched, scale)
+    return by_slope
+
+
+def _along_the_way(searched: Float64[np.ndarray, "5 n"], scale: str) -> Float64[np.ndarray, " n"]:
+    """The errors e of `scaled_error`, by trying places along the way.
+
+    Args:
+        searched: numbers x, their errors s, these by the slope at x, centres c and variances V.
+    """
+    inside, errors, by_slope, centre, variance = searched
+    distance = scaled(inside, scale) - centre
+    # Places y along the way: (steps, 1), as shares of the distance.
+    part = np.linspace(0.0, 1.0, _STEPS)[:, None]
     with np.errstate(divide="ignore", invalid="ignore"):
         of_law = np.where(part > 0, (part * distance) ** 2 / variance, 0.0)
-        of_text = ((inside - unscaled(law.centre + part * distance, scale)) / rounded_errors) ** 2
+        of_text = ((inside - unscaled(centre + part * distance, scale)) / errors) ** 2
         least = (of_law + of_text).min(0)  # z²
         # So near to the centre, both slopes are one, and the distances have lost their digits.
         is_near = (distance == 0) | (least < 1e-6)
         by_least = np.sqrt(np.maximum(distance**2 / least - variance, 0.0))
-        return np.where(is_near, by_slope_at_value, by_least)
+        return np.where(is_near, by_slope, by_least)
 
 
 def each_against_the_others(
