@@ -181,14 +181,14 @@ side-by-side: $(BRIDGES)/installed $(HAMUX)/installed $(VENV)/decoder ## what ot
 	$(BIN)/python -m scripts.side_by_side page
 
 # What is measured already is not measured again after an interruption; once all are done, the next run starts anew.
-BENCHMARKS := ops half_precision lengths losses tokens policy packed tap measures scaling hopfield fixed_points implicit boltzmann population conditional_mean probe growth monitor alarms
+BENCHMARKS := ops half_precision lengths losses tokens policy packed tap measures scaling hopfield fixed_points implicit boltzmann population conditional_mean probe decoder growth monitor alarms
 MEASURED := massieu-results/bench
 
 $(VENV)/measured: $(VENV)/installed
 	$(VENV)/$(PIP_INSTALL) -c constraints.txt -e ".[bench]"
 	touch $@
 
-bench: $(VENV)/measured ## the benchmarks one after the other, written to benchmarks/results/ and docs/benchmarks.md
+bench: $(VENV)/measured $(VENV)/decoder ## the benchmarks one after the other, written to benchmarks/results/ and docs/benchmarks.md
 	@mkdir -p $(MEASURED)
 	@$(BIN)/python benchmarks/how_long.py $(filter-out $(notdir $(wildcard $(MEASURED)/*)),$(BENCHMARKS))
 	@for name in $(BENCHMARKS); do \

@@ -31,6 +31,7 @@ TITLES = {
     "population": "Populations of tokens",
     "conditional_mean": "Conditional mean attention",
     "probe": "The probe",
+    "decoder": "The probe of a real decoder",
     "growth": "Growth of a probe with the text",
     "monitor": "The monitor",
     "alarms": "Alarms of the monitor",
@@ -70,6 +71,9 @@ it. Each section names the command that repeats its measurements. `make bench` r
 * **The count** estimates the least time that our method can take. It sums the unavoidable operations, each at the peak
   rate that was measured for it alone. These are products, exponentials and, for eager tiles, the bytes that pass through
   the cache.
+
+Sections of 2026-11-28 were measured on one of two processors while the other was at work, mostly on another benchmark. What
+depends on the memory's bandwidth takes longer then, on either side of a ratio.
 """
 NOT_MEASURED = """\
 ## CUDA: not measured

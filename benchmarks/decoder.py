@@ -1,0 +1,18 @@
+"""What a probe of a real decoder costs beside its own forward passes, as `benchmarks/probe.py` measures it of other models.
+
+    python benchmarks/decoder.py
+
+SmolLM2-135M-Instruct, which `make .venv/decoder` installs as a GGUF file, reads 256 windows of 512 tokens. Its passes end with
+logits of 49,152 words, which a probe leaves out. About an hour.
+"""
+
+import torch
+
+import harness
+import probe
+
+CASE = probe.Case("SmolLM2", 256, 512, 1)
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    harness.write("decoder", probe.beside_forward(CASE))
