@@ -2,8 +2,8 @@
 
     python benchmarks/decoder.py
 
-SmolLM2-135M-Instruct, which `make .venv/decoder` installs as a GGUF file, reads 256 windows of 512 tokens. Its passes end with
-logits of 49,152 words, which a probe leaves out. About an hour.
+SmolLM2-135M-Instruct, which `make .venv/decoder` installs as a GGUF file, reads 256 windows of 512 tokens, without its
+head. A forward pass of it fills a cache of keys and values, which a probe does without. About an hour.
 """
 
 import torch

@@ -42,6 +42,7 @@ SECTIONS = {
     "half_precision": sections.half_precision,
     "lengths": sections.lengths,
     "probe": sections.probe,
+    "decoder": sections.decoder,
     "growth": sections.growth,
     "monitor": sections.monitor,
     "alarms": sections.alarms,

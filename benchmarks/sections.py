@@ -61,6 +61,11 @@ def probe(content: Json) -> str:
     return f"{comparisons.section(content)}\n{table(['tokens of text', 'peak resident memory'], peaks)}"
 
 
+def decoder(content: Json) -> str:
+    cache = "A forward pass of this model fills a cache of keys and values, which a probe does without: it takes less memory.\n"
+    return f"{comparisons.section(content)}\n{cache}"
+
+
 RESOLVED = 0.05
 """Of a probe's time: what is paid once is a difference, and a window's time at another time of the run differs by so much."""
 

@@ -47,7 +47,7 @@ class Formula(NamedTuple):
 
 
 def _log_partition(sums: Sums) -> Tensor:
-    """Of queries without a score −∞, though their weights are not numbers."""
+    """top + log Σe; −∞ where a query has no score, though its weights are not numbers."""
     top = sums["top"]
     return (top + sums["total"].log()).masked_fill_(top == -torch.inf, -torch.inf)
 

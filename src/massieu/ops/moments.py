@@ -144,6 +144,7 @@ def attention_moments(
     Numbers agree between backends to rounding: in float32 the score's variance has an absolute error of about
     1e-6·(variance + log² n), the others about 1e-6 times the scores' spread over a query's keys. Tiles take a score of −1e30 or
     less for −∞, as of a product that overflows. A query with no other score has the log-partition −∞, and weights of NaN.
+    A hidden product that overflows makes a query NaN that asks for a mean over its keys in tiles of tensor operations.
 
     Raises:
         TypeError: as `massieu.ops.attention`; also `moments` that is not a collection of names.

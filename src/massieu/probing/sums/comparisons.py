@@ -19,7 +19,7 @@ from massieu.probing.sums.units import Estimate
 from massieu.storage.record import Statistic
 
 AT_ONCE = 1 << 11
-"""Numbers of draws that are compared at once: each has 257 places on the way to its law's centre, 4 MiB in all."""
+"""Numbers of draws that are compared at once. If all errors are searched for, 257 places of each take 4 MiB."""
 
 
 class RandomModels(Protocol):
