@@ -15,4 +15,5 @@ CASE = probe.Case("SmolLM2", 256, 512, 1)
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    harness.write("decoder", probe.beside_forward(CASE))
+    rates = harness.rates()
+    harness.write("decoder", probe.beside_forward(CASE, rates), rates=rates)

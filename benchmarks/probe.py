@@ -40,14 +40,16 @@ class Kind:
 
     title: str
     options: dict[str, object]
+    draws: int
+    """Models with random weights, each of which reads a window."""
     time_bars: dict[int, float]
     memory_bar: float
 
 
 KINDS = [
-    Kind("quick", {"statistics": "quick"}, {64: 1.2, 256: 1.2}, 1.1),
-    Kind("attention with errors and eight draws", {"statistics": ["attention"]}, {64: 1.45, 256: 1.3}, 1.2),
-    Kind("all default statistics with eight draws", {}, {64: 1.85, 256: 1.7}, 1.35),
+    Kind("quick", {"statistics": "quick"}, 0, {64: 1.2, 256: 1.2}, 1.1),
+    Kind("attention with errors and eight draws", {"statistics": ["attention"]}, 8, {64: 1.45, 256: 1.3}, 1.2),
+    Kind("all default statistics with eight draws", {}, 8, {64: 1.85, 256: 1.7}, 1.35),
 ]
 """The bars of time are for texts of so many windows."""
 
@@ -106,8 +108,22 @@ def probed(model: torch.nn.Module, batches: Batches, kind: Kind) -> None:
     massieu.probe(model, massieu.Batches(batches, window=window), batch_size=BATCH_SIZE, **kind.options)
 
 
-def beside_forward(case: Case) -> list[harness.Comparison]:
-    """Each kind of probe: time over the whole text, and memory over its first windows."""
+def count(case: Case, config: transformers.PretrainedConfig, windows: int) -> harness.Count:
+    """The products and exponentials of all scores that queries have in so many windows, each formed once."""
+    heads = config.num_hidden_layers * config.num_attention_heads
+    sees_later_keys = case.model == "MiniLM"
+    pairs = case.length**2 if sees_later_keys else case.length * (case.length + 1) // 2
+    width = config.hidden_size // config.num_attention_heads
+    scores = windows * heads * pairs
+    return harness.Count(flops=2 * width * scores, exponentials=scores)
+
+
+def beside_forward(case: Case, rates: dict[str, float]) -> list[harness.Comparison]:
+    """Each kind of probe: time over the whole text, and memory over its first windows.
+
+    The count is what no probe of the attention can do without: the forward passes, those of the draws among them, and every
+    score with its exponential.
+    """
     model, batches = made(case)
     few = batches[: MEMORY_WINDOWS // BATCH_SIZE]
     forward(model, few)
@@ -120,6 +136,8 @@ def beside_forward(case: Case) -> list[harness.Comparison]:
     for kind, seconds in zip(KINDS, times.T[1:], strict=True):
         timing = harness.paired(np.stack([times[:, 0], seconds], axis=1))
         ours = harness.allocated(partial(probed, model, few, kind))
+        read = case.windows + kind.draws
+        passes = timing.reference_seconds * read / case.windows
         rows.append(
             harness.Comparison(
                 name=f"{kind.title}, {case.model}, {case.windows} windows of {case.length}",
@@ -133,6 +151,7 @@ def beside_forward(case: Case) -> list[harness.Comparison]:
                 mebibytes=ours,
                 memory_ratio=ours / reference,
                 memory_bar=kind.memory_bar,
+                counted_seconds=passes + count(case, model.config, read).seconds(rates),
                 rounds=case.rounds,
             )
         )
@@ -179,12 +198,13 @@ def main() -> None:
         cases = {name: case for name, case in cases.items() if arguments.only in name}
     # First: a child process reports its parent's peak where that is larger.
     memory = growth() if arguments.only is None else []
+    rates = harness.rates()
     rows: list[harness.Comparison] = []
     for name in harness.steps(cases):
-        found = beside_forward(cases[name])
+        found = beside_forward(cases[name], rates)
         rows += found
         if arguments.only is None:
-            harness.write("probe", rows, memory=memory)
+            harness.write("probe", rows, memory=memory, rates=rates)
         else:
             print(*((row, row.met) for row in found), sep="\n", flush=True)
 

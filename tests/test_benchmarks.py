@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import scipy.stats
 import torch
+import transformers
 
 from massieu import ops
 from massieu.probing.sums import units
@@ -32,11 +33,19 @@ def _module(name: str) -> ModuleType:
 comparisons, explicit, fit, harness = map(_module, ("comparisons", "explicit_attention", "fit", "harness"))
 lengths, losses, on_cuda, page, right = map(_module, ("lengths", "losses", "on_cuda", "page", "right"))
 conditional_mean, how_long, scaling, sections = map(_module, ("conditional_mean", "how_long", "scaling", "sections"))
-growth, hopfield = map(_module, ("growth", "hopfield"))
+growth, hopfield, probe = map(_module, ("growth", "hopfield", "probe"))
 RESULTS = page.read(FOLDER / "results")
 
 
 # --- arithmetic ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("model", "pairs"), [("MiniLM", 5 * 5), ("GPT-2 small, random weights", 1 + 2 + 3 + 4 + 5)])
+def test_a_probe_is_counted_with_every_visible_pair_once(model: str, pairs: int) -> None:
+    config = transformers.GPT2Config(n_layer=3, n_head=2, n_embd=8)
+    found = probe.count(probe.Case(model, windows=7, length=5, rounds=1), config, windows=7)
+    assert found.exponentials == 7 * 3 * 2 * pairs
+    assert found.flops == 2 * 4 * found.exponentials  # a product and a sum for each of a head's four numbers
 
 
 def test_quantiles_of_students_t():

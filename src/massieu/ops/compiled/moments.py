@@ -73,10 +73,10 @@ def _sums(slab: Slab, needed: Set[str]) -> Sums:
             tile.add_product(tile.scores, None)
         else:
             _merge(tile, rows, needed)
-        if tile.keys.stop == slab.key.shape[2]:
-            moment_blocks.lose_without_score({name: rows.sums[name][tile.heads] for name in ("top", "total")})
-            if slab.product is not None:
-                tile.divide_product(rows.sums["total"][tile.heads])
+    # Of all heads at once: for each tile it takes longer than its numbers need.
+    moment_blocks.lose_without_score(rows.sums)
+    if slab.product is not None:
+        slab.product.div_(rows.sums["total"])
     if needed and not torch.equal(rows.sums["count"], seen):
         # A visible score of −∞ was taken for a hidden one: it is a product that overflowed, and rare.
         return _by_operations(slab, needed)

@@ -630,6 +630,8 @@ class Reading(RunningParts):
         failed_before = self.failed
         failed: dict[str, str] = {}
         functions = {name: function for name, function in self._functions.items() if name not in failed_before}
+        # Several statistics multiply the queries with keys, and each would copy queries that do not lie in order.
+        call = replace(call, query=call.query.contiguous())
         with self._timed("queries"):
             reading = QueryReading(call, queries, keys, positions, itself, moments_read(functions), cut)
             result = query_statistics(reading, functions, partial(fenced, failed))

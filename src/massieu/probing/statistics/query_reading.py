@@ -82,7 +82,7 @@ class QueryReading:
         if self._centre is None:
             return torch.zeros_like(self.log_partition)
         query = _grouped(self.call.query, self.call.key)
-        return self.call.scale * _products_with_few(query, self._centre[:, :, None]).flatten(1, 2)[..., 0]
+        return self.call.scale * _inner_products(query, self._centre[:, :, None]).flatten(1, 2)[..., 0]
 
     @cached_property
     def moments(self) -> "_Moments":
@@ -453,18 +453,6 @@ def _product_of_largest_entries(query: Tensor, key: Tensor) -> Float[Tensor, ""]
     return query.shape[-1] * largest[0] * largest[1]
 
 
-def _products_with_few(
-    query: Float[Tensor, "B Hk G L D"], key: Float[Tensor, "B Hk 1 S D"]
-) -> Float[Tensor, "B Hk G L S"]:
-    """`_inner_products` with few keys, one sequence at a time: of all sequences together, queries would be copied.
-
-    Heads and sequences of a query that was split into heads are no one dimension in memory.
-    """
-    if query.is_contiguous() or not len(query):
-        return _inner_products(query, key)
-    return torch.stack([_inner_products(*pair) for pair in zip(query, key, strict=True)])
-
-
 def _paired_product(query: Float[Tensor, "*batch L D"], key: Float[Tensor, "*batch _ D"]) -> Float[Tensor, "*batch L"]:
     """q·k of each query with the key at its place, in float32 at the least."""
     precision = torch.promote_types(query.dtype, torch.float32)
@@ -499,7 +487,7 @@ def _plus_log_weight(
 def _at_keys(call: AttentionCall, key: Tensor, index: Int[Tensor, "B S"]) -> Float[Tensor, "B H L S"]:
     """Scores plus log-weights of the same few keys for every query of a sequence."""
     few_keys = key.gather(2, index[:, None, :, None].expand(-1, key.shape[1], -1, key.shape[3]))
-    product = _products_with_few(_grouped(call.query, key), few_keys[:, :, None]).flatten(1, 2)
+    product = _inner_products(_grouped(call.query, key), few_keys[:, :, None]).flatten(1, 2)
     return _plus_log_weight(call, _score(call, product), index[:, None])
 
 
