@@ -262,6 +262,18 @@ def test_a_query_all_of_whose_scores_overflow_has_no_weights(mask, backend):
 
 
 @every_row("backend", ["blocks", "compiled"])
+def test_scores_of_minus_1e30_and_less_count_as_overflow(backend):
+    """Tiles hide with −1e30: a query none of whose visible scores is above that is as one whose scores are all −∞."""
+    query, key = (draw(1, 2, 40, 2, seed=seed, dtype=torch.float32) for seed in range(2))
+    query[:, :, 3] = torch.tensor([3e15, 0.0])
+    key[..., 0] = -3e15
+    assert (query[:, :, 3:4] @ key.mT).isfinite().all()
+    found = moments_of(query, key, backend=backend, moments=["log_partition", "max_score", "entropy"])
+    assert (found["log_partition"][:, :, 3] == -math.inf).all() and (found["max_score"][:, :, 3] == -math.inf).all()
+    assert found["entropy"][:, :, 3].isnan().all()
+
+
+@every_row("backend", ["blocks", "compiled"])
 @every_row("keys, lost", [(40, 7), (9000, 5000)])
 def test_keys_whose_scores_overflow_take_no_weight_from_others(keys, lost, backend):
     """Of one tile, and of several, the first of which has no score above −∞."""
