@@ -8,7 +8,7 @@ from torch import Tensor
 
 from massieu.foundation.arguments import as_tensor, check_one_device, check_range, instance
 from massieu.foundation.transforms import all_true, any_true, in_autocast_dtype, unwrapped, values_are_readable
-from massieu.foundation.values import Value
+from massieu.foundation.values import Value, static_field
 from massieu.ops.shapes import AttentionProblem, check_problem
 from massieu.regression.kernels import ExponentialKernel, Kernel
 from massieu.regression.logarithms import Logarithms
@@ -53,6 +53,8 @@ class KeyValuePairs(Value):
     ridge: Float[Tensor, "B H"]
     logarithms: Logarithms | None = None
     """The factor of κ that `kernel`, `target` and `diagonal` lack, by its logarithm; None if they lack nothing."""
+    weighted: bool = static_field(default=True)
+    """False if every w is 1."""
 
     @property
     def diagonal(self) -> Float[Tensor, "B H N"]:
@@ -64,7 +66,9 @@ class KeyValuePairs(Value):
 
     def gram_factor(self) -> Float[Tensor, "B H N N"]:
         """The Cholesky factor of the system."""
-        gram = self.root.unsqueeze(-1) * self.kernel(self.key, self.key) * self.root.unsqueeze(-2)
+        gram = self.kernel(self.key, self.key)
+        if self.weighted:
+            gram = self.root.unsqueeze(-1) * gram * self.root.unsqueeze(-2)
         diagonal = gram.diagonal(dim1=-2, dim2=-1) + self.diagonal
         return cholesky(torch.diagonal_scatter(gram, diagonal, dim1=-2, dim2=-1), "Gram matrix")
 
@@ -151,11 +155,12 @@ def check_tokens(
         if not all_true(tensor.isfinite()):
             raise ValueError(f"{name} must be finite where a key is visible, got NaN or infinite numbers")
     target = root.unsqueeze(-1) * value
+    weighted = log_weight is not None
     if not isinstance(kernel, ExponentialKernel):
-        return problem, KeyValuePairs(kernel, key, target, root, matrix_ridge)
+        return problem, KeyValuePairs(kernel, key, target, root, matrix_ridge, weighted=weighted)
     logarithms = Logarithms.of(kernel, key)
     target = target * (-logarithms.relative).exp().unsqueeze(-1)
-    return problem, KeyValuePairs(kernel.normalized(key), key, target, root, matrix_ridge, logarithms)
+    return problem, KeyValuePairs(kernel.normalized(key), key, target, root, matrix_ridge, logarithms, weighted)
 
 
 def _visible_key(key: Tensor, root: Tensor) -> Float[Tensor, "B H 1 D"]:
