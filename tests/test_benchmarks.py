@@ -5,6 +5,7 @@ import importlib
 import math
 import sys
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -514,6 +515,106 @@ def test_the_estimate_for_many_keys_is_of_the_measured_numbers():
     wanted += [f"$`F`$ | {rates['flops'] / 1e9:.0f} GFlop/s", f"$`X`$ | {rates['exponentials'] / 1e9:.1f}·10⁹/s"]
     missing = [words for words in wanted if words not in text]
     assert missing == []
+
+
+def _row(name: str, title: str) -> dict:
+    return next(row for row in RESULTS[name]["rows"] if row["name"] == title)
+
+
+def _range(values: list[float], digits: int) -> str:
+    return " to ".join(f"{each:.{digits}f}" for each in (min(values), max(values)))
+
+
+def _said_of_losses() -> list[str]:
+    beside = {"F.cross_entropy(h @ W.T, y)": [], "InfoNCE": []}
+    for row in RESULTS["losses"]["rows"]:
+        if row["name"].startswith("InfoNCE"):
+            beside["InfoNCE"].append(row)
+        elif row["reference"] in beside and "ignored" not in row["name"]:
+            beside[row["reference"]].append(row)
+    words, pairs = (
+        [[row[part] for row in rows] for part in ("time_ratio", "memory_ratio")] for rows in beside.values()
+    )
+    tokens = _row("tokens", "forward and backward, 8192 × 1024 × 50257")
+    return [
+        f"cross-entropy takes {_range(words[0], 2)} times the time of the logits and {words[1][0]:.2f} of their memory",
+        f"InfoNCE takes {_range(pairs[0], 2)} of the time and {_range(pairs[1], 3)} of the memory",
+        f"take {tokens['time_ratio']:.2f} of the time and {tokens['memory_ratio']:.3f} of the memory of",
+    ]
+
+
+def _said_of_fixed_points() -> list[str]:
+    rows = RESULTS["fixed_points"]["rows"]
+    sides = ["auto", "plain iteration", "torchdeq broyden", "torchdeq anderson"]
+    names = [f"Hopfield, β = {beta}, 64 × 32" for beta in (4, 8, 16, 32)]
+    names += [f"linear attention, ρ = {radius}, general, 256 × 64" for radius in (0.5, 0.9, 0.99)]
+    said = []
+    for row in (row for row in rows if row["name"] in (*names, "linear attention, ρ = 0.99, symmetric, 256 × 64")):
+        cells = ["–" if (found := row["evaluations"][side]) is None else f"{found:.1f}" for side in sides]
+        said.append(f"| {row['name']} | {' | '.join(cells)} | {row['ratio']:.2f} |")
+    most = max(row["ratio"] for row in rows)
+    other_points = sum(row["elsewhere"] for row in rows)
+    assert all(row["converged"]["auto"] == 24 for row in rows)
+    return [
+        *said,
+        f"The benchmark has {len(rows)} maps",
+        f"at most {most:.2f}",
+        f"for {other_points} of the {24 * len(rows):,} items",
+    ]
+
+
+def _said_of_attention() -> list[str]:
+    plain, both = (
+        _row("ops", f"attention and log Z, {way}")["time_ratio"] for way in ("forward", "forward and backward")
+    )
+    half = [row["time_ratio"] for row in RESULTS["half_precision"]["rows"] if row["name"].startswith("bfloat16")]
+    on_card = _row("on_cuda", "bfloat16, causal, L = 16384, D = 64, forward")["time_ratio"]
+    return [
+        f"{plain:.2f}× the time of PyTorch's fused attention in float32 and, with the backward pass, {both:.2f}×",
+        f"{min(half):.2f}–{max(half):.2f}× in bfloat16",
+        f"On one {RESULTS['on_cuda']['device']}, causal in bfloat16 at 16,384 tokens, it takes {on_card:.2f}×",
+    ]
+
+
+def _said_of_populations() -> list[str]:
+    flow = RESULTS["population"]["flow"]
+    return [f"takes {flow['seconds'] / flow['layers'] / flow['attention_seconds']:.2f} times attention's time"]
+
+
+def _said_of_hopfield_layers() -> list[str]:
+    row = _row("hopfield", "Hopfield, 4 passes, L = 4096, forward and backward")
+    return [f"take {row['time_ratio']:.2f} of the time and {row['memory_ratio']:.3f} of the memory"]
+
+
+def _said_of_the_monitor() -> list[str]:
+    rows = [row for row in RESULTS["monitor"]["rows"] if row["name"].startswith("character model, context")]
+    rows = [row for row in rows if "compiled" not in row["name"]]
+    watched, clipped = (
+        [row["time_ratio"] for row in rows if row["name"].endswith(end)] for end in ("a watched step", "with clip")
+    )
+    on_card = {row["name"]: row["steps"] for row in RESULTS["on_cuda"]["training"]}
+    return [
+        f"a watched step took {_range(watched, 1)} times a step's time, and one with `clip` {_range(clipped, 1)} times",
+        f"One measurement on an {RESULTS['on_cuda']['device']} took",
+        f"a call took {on_card['a call of the monitor']:.1f} training steps, a watched step "
+        f"{on_card['a watched step']:.1f} and a clipped step {on_card['a clipped step']:.1f}",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("page", "said"),
+    [
+        ("README.md", _said_of_attention),
+        ("docs/how-to/losses.md", _said_of_losses),
+        ("docs/how-to/solve.md", _said_of_fixed_points),
+        ("docs/how-to/flow.md", _said_of_populations),
+        ("docs/how-to/nn.md", _said_of_hopfield_layers),
+        ("docs/how-to/monitor.md", _said_of_the_monitor),
+    ],
+)
+def test_what_pages_say_was_measured_is_what_is_stored(page: str, said: Callable[[], list[str]]) -> None:
+    text = " ".join((ROOT / page).read_text(encoding="utf-8").split())
+    assert [words for words in said() if words not in text] == []
 
 
 # --- alarms ----------------------------------------------------------------------------------------------------------
