@@ -188,6 +188,20 @@ def test_a_group_that_fails_is_left_out_with_its_reason(file, name, lost, two_ba
 
 
 @pytest.mark.medium
+@pytest.mark.parametrize("group", [attention_file.AttentionGroup, values_file.ValuesGroup, climb_file.ClimbGroup])
+def test_a_group_that_cannot_begin_is_left_out_with_its_reason(group, two_batches, whole, monkeypatch):
+    def failing(*_):
+        raise ArithmeticError("this one cannot begin here")
+
+    monkeypatch.setattr(group, "begin", failing)
+    result = massieu.probe(zoo.model("gpt2", n_layer=2), massieu.Batches(two_batches, window=20))
+    reasons = {entry.statistic: entry.reason for entry in result.run.unavailable if entry.of == "model"}
+    assert reasons[group.name].endswith("this one cannot begin here")
+    gone = {each.group for each in whole.run.statistics} - {each.group for each in result.run.statistics}
+    assert gone == {group.name}
+
+
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("name", "functions"),
     [

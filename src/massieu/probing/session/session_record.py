@@ -263,7 +263,9 @@ class SessionRecord:
         return group.recorded if isinstance(group, Examples) else []
 
     def _nonfinite(self) -> list[record.NonfiniteRecord]:
-        counts = [each for group in self.reading.groups.values() for each in group.nonfinite()]
+        # A group that failed as a whole, perhaps before it had anything, counted nothing that can be said.
+        groups = [group for group in self.reading.groups.values() if group.name not in group.failed]
+        counts = [each for group in groups for each in group.nonfinite()]
         return [record.NonfiniteRecord(info.site.name, info.layer, head, count) for info, head, count in counts]
 
     def trouble(self) -> record.Trouble | None:
