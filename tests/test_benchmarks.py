@@ -522,7 +522,8 @@ def _row(name: str, title: str) -> dict:
 
 
 def _range(values: list[float], digits: int) -> str:
-    return " to ".join(f"{each:.{digits}f}" for each in (min(values), max(values)))
+    ends = [f"{each:.{digits}f}" for each in (min(values), max(values))]
+    return " to ".join(dict.fromkeys(ends))
 
 
 def _said_of_losses() -> list[str]:
