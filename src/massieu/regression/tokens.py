@@ -155,7 +155,7 @@ def check_tokens(
         if not all_true(tensor.isfinite()):
             raise ValueError(f"{name} must be finite where a key is visible, got NaN or infinite numbers")
     target = root.unsqueeze(-1) * value
-    weighted = log_weight is not None
+    weighted = problem.log_weight is not None
     if not isinstance(kernel, ExponentialKernel):
         return problem, KeyValuePairs(kernel, key, target, root, matrix_ridge, weighted=weighted)
     logarithms = Logarithms.of(kernel, key)
