@@ -121,8 +121,8 @@ def count(case: Case, config: transformers.PretrainedConfig, windows: int) -> ha
 def beside_forward(case: Case, rates: dict[str, float]) -> list[harness.Comparison]:
     """Each kind of probe: time over the whole text, and memory over its first windows.
 
-    The count is what no probe of the attention can do without: the forward passes, those of the draws among them, and every
-    score with its exponential.
+    The count is what a probe of every query's attention cannot do without: the forward passes, those of the draws among
+    them, and every score with its exponential.
     """
     model, batches = made(case)
     few = batches[: MEMORY_WINDOWS // BATCH_SIZE]
